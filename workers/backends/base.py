@@ -1,0 +1,101 @@
+"""The seam between the engine, which counts, and a backend, which computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from schedulers.view import SeqId
+from workers.request import Sampled
+
+if TYPE_CHECKING:
+    from workers.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What the rest of the system may know of a loaded model.
+
+    Attributes:
+        name: as the user gave it.
+        max_model_len: most tokens (prompt and completion) of one sequence.
+        eos_token_ids: ids that end a completion, from generation_config, else config.
+        dtype: "float32", "bfloat16" or "float16".
+        weights_bytes: resident size of the weights.
+        kv_bytes_per_token: bytes of keys and values of one token over all layers.
+        activation_bytes_per_token: upper estimate of scratch memory per token of a batch.
+        logits_bytes_per_seq: scratch memory per sampled sequence.
+        num_parameters: for FLOP counts (2 x parameters per token).
+    """
+
+    name: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    device: str
+    dtype: str
+    weights_bytes: int
+    kv_bytes_per_token: int
+    activation_bytes_per_token: int
+    logits_bytes_per_seq: int
+    num_parameters: int
+
+
+class Segment(NamedTuple):
+    """Tokens `[start, start + num_tokens)` of one sequence, computed in this step.
+
+    Positions `[0, start)` are in KV memory already; the block table covers `start + num_tokens` positions. `sample` is true when
+    the segment ends the known tokens, so that the next one is drawn from its last position's logits.
+    """
+
+    seq: Sequence
+    start: int
+    num_tokens: int
+    block_table: Seq[int]
+    sample: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's work. Segments of several tokens (chunks) come first, single-token ones (decodes) after them."""
+
+    segments: tuple[Segment, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(segment.num_tokens for segment in self.segments)
+
+
+class Backend(Protocol):
+    """Executes batches. One per engine and device; not thread-safe."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    def allocate(self, *, num_blocks: int, block_size: int) -> None:
+        """Reserve KV memory: `num_blocks` blocks of `block_size` positions. Called once, before `execute`.
+
+        Raises:
+            DeviceOutOfMemory: the device has not that much.
+        """
+        ...
+
+    def execute(self, batch: Batch) -> tuple[Sampled, ...]:
+        """Compute a batch, write its keys and values, and draw one token for each segment with `sample`, in their order.
+
+        Does not change the sequences. Safe to repeat: writing the same positions again has the same effect.
+
+        Raises:
+            DeviceOutOfMemory: a smaller batch may succeed.
+            BackendError: nothing will.
+        """
+        ...
+
+    def forget(self, seq_id: SeqId) -> None:
+        """Drop whatever the backend keeps for a sequence that ended (penalty counts and the like)."""
+        ...
+
+    def close(self) -> None:
+        """Give weights and KV memory back. The backend is unusable afterwards."""
+        ...

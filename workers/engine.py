@@ -1,0 +1,421 @@
+"""The engine: plan, apply, execute, resume.
+
+One engine drives one backend, in one thread, over any number of requests. It owns the sequences and
+the block tables; the policy decides, the backend computes, the coroutines advance. A row ends in
+exactly one `Result`, whatever happens to it on the way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from schedulers.blocks import BlockManager, blocks_for
+from schedulers.view import Budget, Finished, Outcome, Plan, Policy, SeqId, View
+from workers.backends.base import Backend, Batch, Segment
+from workers.errors import DeviceOutOfMemory, InternalError
+from workers.intake import IterableSource, RequestSource, Waiting
+from workers.request import Completion, Request, Result, RowError, Sampled, StepRecord
+from workers.rows import RowTable
+from workers.sequence import FindStop, Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Sizes of one engine.
+
+    Attributes:
+        num_blocks: KV blocks in the pool (`schedulers.memory.plan_memory` computes it).
+        block_size: KV positions per block.
+        budget: tokens and holders of one step, and how admission reserves memory.
+        window: requests taken in at a time; longest first within it.
+        share_prefixes: reuse KV blocks of equal prompt prefixes.
+        row_timeout_s: a row that has run for longer becomes an error row; None: never.
+    """
+
+    num_blocks: int
+    block_size: int = 16
+    budget: Budget
+    window: int = 1024
+    share_prefixes: bool = True
+    row_timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise ValueError(f"window is {self.window}; it must be at least 1")
+        if self.row_timeout_s is not None and self.row_timeout_s <= 0:
+            raise ValueError(f"row_timeout_s is {self.row_timeout_s}; it must be above 0")
+
+
+class Engine:
+    """Runs requests through a backend under a policy.
+
+    Args:
+        backend: computes; `allocate` is called here.
+        policy: decides; owned by this engine.
+        config: sizes.
+        clock: seconds, monotonic.
+        find_stop: makes the stop-string finder of a request; needed for requests with stop strings.
+        on_step: told of every step.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        policy: Policy,
+        config: EngineConfig,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        find_stop: Callable[[tuple[str, ...]], FindStop] | None = None,
+        on_step: Callable[[StepRecord], None] | None = None,
+    ) -> None:
+        self.backend = backend
+        self.policy = policy
+        self.config = config
+        self.blocks = BlockManager(
+            config.num_blocks, config.block_size, share_prefixes=config.share_prefixes
+        )
+        backend.allocate(num_blocks=config.num_blocks, block_size=config.block_size)
+        self._budget = config.budget
+        self._clock = clock
+        self._find_stop = find_stop
+        self._on_step = on_step
+        self._waiting = Waiting()
+        self._running: dict[SeqId, Sequence] = {}
+        self._rows = RowTable()
+        self._source: RequestSource = IterableSource(())
+        self._next_seq_id = 0
+        self._num_steps = 0
+        self._stopping = False
+
+    # -- the loop ---------------------------------------------------------------------------------
+
+    def run(self, requests: Iterable[Request] | RequestSource) -> Iterator[Result]:
+        """Yield one result per request, in order of completion.
+
+        Takes requests as it needs them. May be called again when it has ended: the engine is
+        reusable. Ends early after `stop`; what had not finished then has no result.
+        """
+        self._source = requests if hasattr(requests, "take") else IterableSource(requests)  # type: ignore[assignment, arg-type]
+        self._stopping = False
+        while not self._stopping:
+            self._take_in()
+            if self._running or len(self._waiting):
+                self.step()
+            elif self._source.exhausted and not self._rows.has_results:
+                break
+            yield from self._rows.drain()
+        self._abandon()
+
+    def stop(self) -> None:
+        """End `run` after the current step. May be called from another thread or a signal handler."""
+        self._stopping = True
+
+    def step(self) -> None:
+        """One turn of the wheel."""
+        started_s = self._clock()
+        plan = self._plan()
+        batch = self._apply(plan)
+        sampled, execute_s = self._execute(batch)
+        finished = self._resume(batch, sampled)
+        self._account(plan, batch, finished, started_s, execute_s)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests taken in that have no result yet."""
+        return self._rows.num_open
+
+    # -- plan -------------------------------------------------------------------------------------
+
+    def _plan(self) -> Plan:
+        plan = self.policy.plan(self._view(), self._budget)
+        if not plan.scheduled:
+            raise InternalError(
+                f"policy {self.policy.name!r} planned nothing ({plan.reason!r}) with "
+                f"{len(self._running)} running, {len(self._waiting)} waiting and "
+                f"{self.blocks.num_free_blocks} of {self.blocks.num_blocks} blocks free; "
+                f"running: {list(self._running.values())[:5]}"
+            )
+        return plan
+
+    def _view(self) -> View:
+        return View(
+            waiting=self._waiting.ordered(),
+            running=list(self._running.values()),
+            num_free_blocks=self.blocks.num_free_blocks,
+            num_blocks=self.blocks.num_blocks,
+            block_size=self.blocks.block_size,
+            match_prefix=lambda seq: self.blocks.match_prefix(seq.token_ids),  # type: ignore[attr-defined]
+            private_blocks=lambda seq: self.blocks.private_blocks(seq.seq_id),
+            input_exhausted=self._source.exhausted,
+            now_s=self._clock(),
+        )
+
+    # -- apply ------------------------------------------------------------------------------------
+
+    def _apply(self, plan: Plan) -> Batch:
+        """Move sequences and blocks as planned; integers only."""
+        for seq_id in plan.suspended:
+            self._suspend(self._running.pop(seq_id))
+        if plan.admitted:
+            candidates = {seq.seq_id: seq for seq in self._waiting.ordered()}
+            for seq_id in plan.admitted:
+                self._admit(candidates[seq_id])
+        segments = [
+            self._segment(self._running[item.seq_id], item.num_tokens) for item in plan.scheduled
+        ]
+        segments.sort(key=lambda segment: segment.num_tokens == 1)
+        return Batch(tuple(segments))
+
+    def _suspend(self, seq: Sequence) -> None:
+        self.blocks.seal(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
+        self.blocks.close(seq.seq_id)
+        seq.num_computed_tokens = 0
+        seq.num_suspensions += 1
+        seq.state = "waiting"
+        self._waiting.suspend(seq)
+
+    def _admit(self, seq: Sequence) -> None:
+        self._waiting.admit(seq)
+        num_cached = self.blocks.open(seq.seq_id, seq.token_ids)
+        seq.num_computed_tokens = num_cached
+        if seq.started_s is None:
+            seq.started_s = self._clock()
+            seq.num_cached_tokens = num_cached
+        seq.state = "running"
+        self._running[seq.seq_id] = seq
+
+    def _segment(self, seq: Sequence, num_tokens: int) -> Segment:
+        start = seq.num_computed_tokens
+        self.blocks.grow(seq.seq_id, start + num_tokens)
+        table = self.blocks.table(seq.seq_id)
+        return Segment(seq, start, num_tokens, table, start + num_tokens == seq.num_tokens)
+
+    # -- execute ----------------------------------------------------------------------------------
+
+    def _execute(self, batch: Batch) -> tuple[dict[SeqId, Sampled], float]:
+        """Compute, in smaller batches when the device has no memory for this one."""
+        started_s = self._clock()
+        sampled = self._execute_or_split(batch)
+        return sampled, self._clock() - started_s
+
+    def _execute_or_split(self, batch: Batch) -> dict[SeqId, Sampled]:
+        try:
+            sampled = self.backend.execute(batch)
+        except DeviceOutOfMemory as error:
+            if batch.num_tokens == 1:
+                failed = batch.segments[0].seq
+                self._fail(failed, RowError("out_of_memory", str(error)))
+                return {}
+            self._shrink(batch)
+            first, second = split(batch)
+            return self._execute_or_split(first) | self._execute_or_split(second)
+        sampling = [segment.seq.seq_id for segment in batch.segments if segment.sample]
+        return dict(zip(sampling, sampled, strict=True))
+
+    def _shrink(self, batch: Batch) -> None:
+        """Plan no batch of this size again."""
+        limit = max(1, batch.num_tokens // 2)
+        budget = self._budget
+        if limit < budget.max_batch_tokens:
+            chunk = budget.chunk_tokens
+            self._budget = replace(
+                budget,
+                max_batch_tokens=limit,
+                max_seqs=min(budget.max_seqs, limit),
+                chunk_tokens=None if chunk is None else min(chunk, limit),
+            )
+
+    # -- resume -----------------------------------------------------------------------------------
+
+    def _resume(self, batch: Batch, sampled: dict[SeqId, Sampled]) -> list[Finished]:
+        """Give every sequence of the batch what it waited for, and let its coroutine go on."""
+        finished: list[Finished] = []
+        for segment in batch.segments:
+            seq = segment.seq
+            if seq.state == "finished":
+                continue  # its row failed in this step
+            seq.num_computed_tokens = segment.start + segment.num_tokens
+            seq.sampled = sampled.get(seq.seq_id)
+            if segment.num_tokens > 1 or segment.sample:
+                self._share_prompt(seq)
+            try:
+                seq.coroutine.send(None)
+            except StopIteration as end:
+                finished.append(Finished(seq.num_prompt_tokens, seq.num_output_tokens))
+                self._complete(seq, end.value)
+        self._expire()
+        return finished
+
+    def _share_prompt(self, seq: Sequence) -> None:
+        if seq.num_output_tokens:
+            return
+        self.blocks.seal(
+            seq.seq_id, seq.token_ids, min(seq.num_computed_tokens, seq.num_prompt_tokens)
+        )
+        row = self._rows[seq]
+        if not row.siblings_started and seq.num_computed_tokens >= seq.num_prompt_tokens:
+            row.siblings_started = True
+            self._waiting.add_siblings(row.sequences[1:])
+
+    def _complete(self, seq: Sequence, completion: Completion) -> None:
+        """A sample has ended, well or not."""
+        if seq.error is not None:
+            self._fail(seq, RowError("numerical_error", seq.error))
+            return
+        self._release(seq)
+        self._rows.complete(seq, completion, now_s=self._clock())
+
+    def _fail(self, seq: Sequence, error: RowError) -> None:
+        """End a whole row with an error, wherever its samples are."""
+        for item in self._rows[seq].sequences:
+            self._release(item)
+        self._rows.fail(seq, error, now_s=self._clock())
+
+    def _release(self, seq: Sequence) -> None:
+        """Give back all that a sample holds. Without effect on one that has ended."""
+        if seq.state == "finished":
+            return
+        if self._running.pop(seq.seq_id, None) is not None:
+            self.blocks.close(seq.seq_id)
+        else:
+            self._waiting.remove(seq)
+        seq.coroutine.close()
+        seq.state = "finished"
+        self.backend.forget(seq.seq_id)
+
+    def _expire(self) -> None:
+        """Rows that have run for too long become error rows."""
+        limit_s = self.config.row_timeout_s
+        if limit_s is None:
+            return
+        now_s = self._clock()
+        for seq in list(self._running.values()):
+            if (
+                seq.state == "running"
+                and seq.started_s is not None
+                and now_s - seq.started_s > limit_s
+            ):
+                message = (
+                    f"not finished after {limit_s:g} s ({seq.num_output_tokens} tokens generated)"
+                )
+                self._fail(seq, RowError("timeout", message))
+
+    # -- intake -----------------------------------------------------------------------------------
+
+    def _take_in(self) -> None:
+        room = self.config.window - len(self._waiting)
+        if room < 1 or self._source.exhausted:
+            return
+        idle = not self._running and not len(self._waiting)
+        for request in self._source.take(room, wait=idle):
+            self._arrive(request)
+
+    def _arrive(self, request: Request) -> None:
+        error = self._refusal(request)
+        if error is not None:
+            self._rows.refuse(request, error)
+            return
+        sequences = [self._sequence(request, index) for index in range(request.sampling.n)]
+        for seq in sequences:
+            seq.coroutine.send(None)
+        self._rows.open(request, sequences)
+        self._waiting.arrive(sequences[0])
+
+    def _sequence(self, request: Request, sample_index: int) -> Sequence:
+        seq_id = SeqId(self._next_seq_id)
+        self._next_seq_id += 1
+        stops = request.sampling.stop
+        if stops and self._find_stop is None:
+            raise ValueError("a request has stop strings, but the engine was given no find_stop")
+        return Sequence(
+            seq_id,
+            request,
+            sample_index=sample_index,
+            max_model_len=self.backend.info.max_model_len,
+            eos_token_ids=self.backend.info.eos_token_ids,
+            find_stop=self._find_stop(stops) if stops and self._find_stop else None,
+            arrived_s=self._clock(),
+        )
+
+    def _refusal(self, request: Request) -> RowError | None:
+        """Why a request cannot run here at all, if so."""
+        num_prompt, longest = len(request.prompt_token_ids), self.backend.info.max_model_len
+        if num_prompt == 0:
+            return RowError("empty_prompt", "the prompt has no tokens")
+        if num_prompt >= longest:
+            return RowError(
+                "prompt_too_long",
+                f"the prompt has {num_prompt} tokens; the model takes {longest}, completion included",
+            )
+        end = min(num_prompt + request.sampling.max_tokens, longest)
+        if blocks_for(end, self.blocks.block_size) > self.blocks.num_blocks:
+            return RowError(
+                "exceeds_kv_memory",
+                f"prompt and completion may take {end} tokens; KV memory holds "
+                f"{self.blocks.num_blocks * self.blocks.block_size}",
+            )
+        return None
+
+    # -- bookkeeping ------------------------------------------------------------------------------
+
+    def _abandon(self) -> None:
+        """Give everything back that is still in flight after a stop."""
+        for seq in self._rows.clear():
+            self._release(seq)
+
+    def _account(
+        self, plan: Plan, batch: Batch, finished: list[Finished], started_s: float, execute_s: float
+    ) -> None:
+        """Tell the policy, and whoever listens, what the step was."""
+        decodes = [
+            s for s in batch.segments if s.num_tokens == 1 and s.start >= s.seq.num_prompt_tokens
+        ]
+        outcome = Outcome(
+            phase=plan.phase,
+            num_prefill_tokens=batch.num_tokens - len(decodes),
+            num_decode_tokens=len(decodes),
+            num_context_tokens=sum(segment.start + 1 for segment in decodes),
+            elapsed_s=execute_s,
+            finished=tuple(finished),
+            num_suspended=len(plan.suspended),
+        )
+        self.policy.observe(outcome)
+        self._num_steps += 1
+        if self._on_step is None:
+            return
+        self._on_step(
+            StepRecord(
+                step=self._num_steps,
+                started_s=started_s,
+                elapsed_s=execute_s,
+                phase=plan.phase,
+                reason=plan.reason,
+                num_prefill_tokens=outcome.num_prefill_tokens,
+                num_decode_tokens=outcome.num_decode_tokens,
+                num_context_tokens=outcome.num_context_tokens,
+                num_seqs=len(batch.segments),
+                num_running=len(self._running),
+                num_waiting=len(self._waiting),
+                num_admitted=len(plan.admitted),
+                num_suspended=len(plan.suspended),
+                num_finished=len(finished),
+                num_free_blocks=self.blocks.num_free_blocks,
+                num_blocks=self.blocks.num_blocks,
+                schedule_s=self._clock() - started_s - execute_s,
+            )
+        )
+
+
+def split(batch: Batch) -> tuple[Batch, Batch]:
+    """Two batches with the work of one, in an order that keeps each sequence's tokens in order."""
+    segments = batch.segments
+    if len(segments) > 1:
+        middle = len(segments) // 2
+        return Batch(segments[:middle]), Batch(segments[middle:])
+    (only,) = segments
+    half = only.num_tokens // 2
+    first = only._replace(num_tokens=half, sample=False)
+    second = only._replace(start=only.start + half, num_tokens=only.num_tokens - half)
+    return Batch((first,)), Batch((second,))
