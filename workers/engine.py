@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from schedulers.blocks import BlockManager, blocks_for
 from schedulers.view import Budget, Finished, Outcome, Plan, Policy, SeqId, View
 from workers.backends.base import Backend, Batch, Segment
 from workers.errors import DeviceOutOfMemory, InternalError
+from workers.pressure import MemoryPressure, split
 from workers.intake import IterableSource, RequestSource, Waiting
 from workers.request import Completion, Request, Result, RowError, Sampled, StepRecord
 from workers.rows import RowTable
@@ -78,6 +79,7 @@ class Engine:
         )
         backend.allocate(num_blocks=config.num_blocks, block_size=config.block_size)
         self._budget = config.budget
+        self._pressure = MemoryPressure(config.budget)
         self._clock = clock
         self._find_stop = find_stop
         self._on_step = on_step
@@ -197,35 +199,30 @@ class Engine:
     def _execute(self, batch: Batch) -> tuple[dict[SeqId, Sampled], float]:
         """Compute, in smaller batches when the device has no memory for this one."""
         started_s = self._clock()
-        sampled = self._execute_or_split(batch)
+        sampled: dict[SeqId, Sampled] = {}
+        largest = 0
+        pending = [batch]
+        while pending:
+            part = Batch(tuple(s for s in pending.pop().segments if s.seq.state != "finished"))
+            if not part.segments:
+                continue
+            try:
+                tokens = self.backend.execute(part)
+            except DeviceOutOfMemory as error:
+                pending.extend(self._halve(part, error))
+                continue
+            largest = max(largest, part.num_tokens)
+            sampling = [segment.seq.seq_id for segment in part.segments if segment.sample]
+            sampled.update(zip(sampling, tokens, strict=True))
+        self._budget = self._pressure.after_step(self._budget, batch.num_tokens, largest)
         return sampled, self._clock() - started_s
 
-    def _execute_or_split(self, batch: Batch) -> dict[SeqId, Sampled]:
-        try:
-            sampled = self.backend.execute(batch)
-        except DeviceOutOfMemory as error:
-            if batch.num_tokens == 1:
-                failed = batch.segments[0].seq
-                self._fail(failed, RowError("out_of_memory", str(error)))
-                return {}
-            self._shrink(batch)
-            first, second = split(batch)
-            return self._execute_or_split(first) | self._execute_or_split(second)
-        sampling = [segment.seq.seq_id for segment in batch.segments if segment.sample]
-        return dict(zip(sampling, sampled, strict=True))
-
-    def _shrink(self, batch: Batch) -> None:
-        """Plan no batch of this size again."""
-        limit = max(1, batch.num_tokens // 2)
-        budget = self._budget
-        if limit < budget.max_batch_tokens:
-            chunk = budget.chunk_tokens
-            self._budget = replace(
-                budget,
-                max_batch_tokens=limit,
-                max_seqs=min(budget.max_seqs, limit),
-                chunk_tokens=None if chunk is None else min(chunk, limit),
-            )
+    def _halve(self, batch: Batch, error: DeviceOutOfMemory) -> list[Batch]:
+        """Two halves of a batch that did not fit, the second first; a single token's row fails."""
+        if batch.num_tokens > 1:
+            return list(reversed(split(batch)))
+        self._fail(batch.segments[0].seq, RowError("out_of_memory", str(error)))
+        return []
 
     # -- resume -----------------------------------------------------------------------------------
 
@@ -406,16 +403,3 @@ class Engine:
                 schedule_s=self._clock() - started_s - execute_s,
             )
         )
-
-
-def split(batch: Batch) -> tuple[Batch, Batch]:
-    """Two batches with the work of one, in an order that keeps each sequence's tokens in order."""
-    segments = batch.segments
-    if len(segments) > 1:
-        middle = len(segments) // 2
-        return Batch(segments[:middle]), Batch(segments[middle:])
-    (only,) = segments
-    half = only.num_tokens // 2
-    first = only._replace(num_tokens=half, sample=False)
-    second = only._replace(start=only.start + half, num_tokens=only.num_tokens - half)
-    return Batch((first,)), Batch((second,))

@@ -1,0 +1,76 @@
+"""The threshold of exclusive batching, and its switching rule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log
+
+import pytest
+
+from schedulers.policies.exclusive import Exclusive, optimal_threshold
+from schedulers.view import Budget, PrefixMatch, SeqId, View
+
+
+@dataclass
+class Seq:
+    seq_id: SeqId
+    num_prompt_tokens: int = 8
+    num_tokens: int = 8
+    num_computed_tokens: int = 0
+    max_total_tokens: int = 16
+
+
+def decoding(seq_id: int) -> Seq:
+    return Seq(SeqId(seq_id), num_tokens=9, num_computed_tokens=8)
+
+
+def view(*, running: int, waiting: int, free: int = 1000) -> View:
+    return View(
+        waiting=[Seq(SeqId(100 + i)) for i in range(waiting)],
+        running=[decoding(i) for i in range(running)],
+        num_free_blocks=free,
+        num_blocks=1000,
+        block_size=4,
+        match_prefix=lambda _: PrefixMatch(0, 0),
+        private_blocks=lambda _: 3,
+        input_exhausted=False,
+        now_s=0.0,
+    )
+
+
+@pytest.mark.parametrize("hazard", [1 / 8, 1 / 128, 1 / 1024])
+@pytest.mark.parametrize("ratio", [0.25, 1.0, 3.0])
+def test_the_threshold_maximises_the_throughput_of_a_cycle(hazard: float, ratio: float) -> None:
+    """Exhaustive search over theta of (alpha_p + alpha_d zeta / p0) / theta, the cost per completion."""
+    grid = [i / 10_000 for i in range(100, 9_900)]
+    best = min(grid, key=lambda theta: (ratio - log(1 - theta) / hazard) / theta)
+    assert optimal_threshold(hazard, ratio) == pytest.approx(best, abs=2e-3)
+
+
+BUDGET = Budget(max_batch_tokens=64, max_seqs=10)
+
+
+def test_it_prefills_to_the_full_number_then_decodes_until_k_have_finished() -> None:
+    policy = Exclusive(cold_mean_output_tokens=4)  # theta = 0.5 or so: k = 5 of 10
+    k = int(optimal_threshold(1 / 4, 1.0) * 10)
+    assert policy.plan(view(running=0, waiting=20), BUDGET).phase == "prefill"
+    for num_finished in range(10):
+        plan = policy.plan(view(running=10 - num_finished, waiting=20), BUDGET)
+        expect = "prefill" if num_finished >= k else "decode"
+        assert plan.phase == expect, num_finished
+        if expect == "prefill":
+            break
+    assert num_finished == k
+
+
+def test_under_light_load_it_refills_at_once() -> None:
+    policy = Exclusive(cold_mean_output_tokens=128)
+    policy.plan(view(running=2, waiting=0), BUDGET)
+    assert policy.plan(view(running=1, waiting=9), BUDGET).phase == "prefill"
+
+
+def test_the_kv_gate_keeps_it_decoding_when_nothing_could_be_admitted() -> None:
+    policy = Exclusive(cold_mean_output_tokens=4)
+    policy.plan(view(running=2, waiting=0), BUDGET)
+    assert policy.plan(view(running=2, waiting=9, free=1), BUDGET).phase == "decode"
+    assert policy.plan(view(running=2, waiting=9, free=900), BUDGET).phase == "prefill"
