@@ -1,8 +1,9 @@
 """Converted GGUF models, kept under the user's cache folder.
 
-A converted model is a Hugging Face folder named after the GGUF file's fingerprint. It is made under a temporary name and renamed
-when it is whole, under a lock that dies with its process: several processes that start together convert once, and one that is
-killed leaves only a temporary folder, which the next holder of the lock removes.
+A converted model is a Hugging Face folder named after the GGUF file's fingerprint. It is made under
+a temporary name and renamed when it is whole, under a lock that dies with its process: several
+processes that start together convert once, and one that is killed leaves only a temporary folder,
+which the next holder of the lock removes.
 """
 
 from __future__ import annotations
@@ -43,7 +44,13 @@ def converted_gguf(name: str, path: Path, cache_dir: Path) -> ModelFiles:
     target = cache_dir / "gguf" / f"{identity}-v{CONVERTER_VERSION}"
     if not target.is_dir():
         _convert_once(path, target)
-    return open_folder(name, target, identity=identity)
+    try:
+        return open_folder(name, target, identity=identity)
+    except ModelError as fault:
+        raise ModelError(
+            f"the converted model {target} is damaged ({fault}); "
+            "delete that folder, and it is made again"
+        ) from fault
 
 
 def _convert_once(path: Path, target: Path) -> None:
@@ -57,8 +64,11 @@ def _convert_once(path: Path, target: Path) -> None:
             unfinished = target.with_name(f"{target.name}.tmp")
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()
-            convert(path, unfinished)
-            unfinished.rename(target)
+            try:
+                convert(path, unfinished)
+                unfinished.rename(target)
+            finally:
+                shutil.rmtree(unfinished, ignore_errors=True)
     except OSError as fault:
         raise ModelError(
             f"{path} could not be converted into {target.parent} ({fault}); "

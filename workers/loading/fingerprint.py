@@ -1,4 +1,6 @@
-"""A model's identity from its bytes: the same for every copy, and cheap (a few megabytes are read, whatever the size)."""
+"""A model's identity from its bytes: the same for every copy, and cheap (a few megabytes are read,
+whatever the size).
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,12 @@ NUM_WINDOWS = 256
 
 
 def fingerprint(small: Iterable[Path], large: Iterable[Path]) -> str:
-    """32 hex digits over the names and all bytes of `small`, and the size, head and evenly spaced windows of `large`.
+    """32 hex digits over the names and all bytes of `small`, and the size, head and evenly spaced
+    windows of `large`.
 
-    Training changes practically all weights, so that windows tell models apart; a hand-made change of a few bytes between the
-    windows goes unnoticed, as the price of not reading every byte of a large model at each start.
+    Training changes practically all weights, so that windows tell models apart; a hand-made change
+    of a few bytes between the windows goes unnoticed, as the price of not reading every byte of a
+    large model at each start.
     """
     digest = hashlib.blake2b(digest_size=16)
     for path in small:

@@ -66,7 +66,8 @@ def token_ids(value: object) -> frozenset[int]:
 
 
 def open_folder(name: str, folder: Path, *, identity: str | None = None) -> ModelFiles:
-    """Check a model folder and describe it. `identity` replaces the fingerprint (of converted models).
+    """Check a model folder and describe it. `identity` replaces the fingerprint (of converted
+    models).
 
     Raises:
         UnsafeModelError: only pickled weights, or an architecture that lives in remote code.
@@ -99,7 +100,8 @@ def _refuse_remote_code(folder: Path, config: Mapping[str, object]) -> None:
     names = cast("list[object]", architectures) if isinstance(architectures, list) else []
     if "auto_map" in config and not OWN_ARCHITECTURES.intersection(str(name) for name in names):
         raise UnsafeModelError(
-            f"{folder / 'config.json'} names remote code (auto_map) for architectures {names}; remote code is never "
+            f"{folder / 'config.json'} names remote code (auto_map) for architectures {names}; "
+            "remote code is never "
             f"run. Architectures that need none: {', '.join(sorted(OWN_ARCHITECTURES))}"
         )
 
@@ -130,14 +132,19 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
 def _no_weights(folder: Path, found: list[Path]) -> ModelError:
     if found:
         names = ", ".join(path.name for path in found)
-        return ModelError(f"{folder} has {names} but no model.safetensors.index.json to say which are its weights")
+        return ModelError(
+            f"{folder} has {names} but no model.safetensors.index.json to say which are its weights"
+        )
     pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
     if pickled:
         return UnsafeModelError(
-            f"{folder} has pickled weights only ({', '.join(pickled)}), which can run any code and are never loaded; "
+            f"{folder} has pickled weights only ({', '.join(pickled)}), which can run any code and "
+            "are never loaded; "
             "convert them to safetensors (save_pretrained of transformers writes safetensors)"
         )
-    return ModelError(f"{folder} has no weights: model.safetensors or model.safetensors.index.json is expected")
+    return ModelError(
+        f"{folder} has no weights: model.safetensors or model.safetensors.index.json is expected"
+    )
 
 
 def _sharded(folder: Path, index: Path) -> tuple[Path, ...]:
@@ -150,14 +157,22 @@ def _sharded(folder: Path, index: Path) -> tuple[Path, ...]:
     for shard, tensors in by_shard.items():
         missing = tensors - read_header(folder / shard).keys()
         if missing:
-            raise ModelError(f"{folder / shard} lacks tensor {min(missing)!r}, which {index.name} places in it")
+            raise ModelError(
+                f"{folder / shard} lacks tensor {min(missing)!r}, which {index.name} places in it"
+            )
     return tuple(folder / shard for shard in sorted(by_shard))
 
 
 def _shard_name(index: Path, tensor: str, shard: object) -> str:
-    plain = isinstance(shard, str) and shard == Path(shard).name and "\\" not in shard and "\0" not in shard
+    plain = (
+        isinstance(shard, str)
+        and shard == Path(shard).name
+        and "\\" not in shard
+        and "\0" not in shard
+    )
     if not plain or not str(shard).endswith(".safetensors"):
         raise ModelError(
-            f"{index} places tensor {tensor!r} in {shard!r}; only safetensors files of the same folder are read"
+            f"{index} places tensor {tensor!r} in {shard!r}; only safetensors files of the same "
+            "folder are read"
         )
     return str(shard)

@@ -1,4 +1,6 @@
-"""Models from the Hugging Face hub: safetensors, JSON and chat templates only, never code or pickled data."""
+"""Models from the Hugging Face hub: safetensors, JSON and chat templates only, never code or
+pickled data.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ IGNORE = ("*/*",)
 
 
 def download(repo_id: str, *, revision: str | None) -> Path:
-    """The folder with the files of a hub model, from the hub's cache when HF_HUB_OFFLINE is set or they are there already.
+    """The folder with the files of a hub model, from the hub's cache when HF_HUB_OFFLINE is set or
+    they are there already.
 
     Raises:
         ModelError: no such model or revision, no access, or the hub cannot be reached.
@@ -45,11 +48,13 @@ def download(repo_id: str, *, revision: str | None) -> Path:
         ) from fault
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as fault:
         raise ModelError(
-            f"the hub model {what} is not in the local cache and the hub cannot be asked (HF_HUB_OFFLINE is set, or there "
+            f"the hub model {what} is not in the local cache and the hub cannot be asked "
+            "(HF_HUB_OFFLINE is set, or there "
             "is no network); unset HF_HUB_OFFLINE, or give the path of a model folder"
         ) from fault
     except (HfHubHTTPError, httpx.HTTPError, OSError) as fault:
         raise ModelError(
-            f"the hub model {what} could not be fetched ({fault}); try again, or give the path of a model folder"
+            f"the hub model {what} could not be fetched ({fault}); try again, or give the path of "
+            "a model folder"
         ) from fault
     return Path(folder)

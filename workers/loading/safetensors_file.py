@@ -1,8 +1,9 @@
 """Checks of safetensors files before anything maps them into memory.
 
-A file is: 8 bytes (length of the header, little-endian), the header (a JSON object from tensor names to dtype, shape and the half-open
-interval of the data they own), the data. The intervals must tile the data: no overlap, no hole, nothing beyond the end. So a
-truncated download, a file of another format and a hostile header are found by reading a few kilobytes.
+A file is: 8 bytes (length of the header, little-endian), the header (a JSON object from tensor
+names to dtype, shape and the half-open interval of the data they own), the data. The intervals must
+tile the data: no overlap, no hole, nothing beyond the end. So a truncated download, a file of
+another format and a hostile header are found by reading a few kilobytes.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def _header_bytes(path: Path) -> tuple[bytes, int]:
             length = int.from_bytes(file.read(8), "little")
             if file_size < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, file_size - 8):
                 raise ModelError(
-                    f"{path} is damaged: {file_size} bytes long, with a header said to have {length}; "
+                    f"{path} is damaged: {file_size} bytes long, with a header said to have "
+                    f"{length}; "
                     "copy the file again (a Git LFS pointer in its place has about 130 bytes)"
                 )
             return file.read(length), file_size
@@ -66,21 +68,27 @@ def _header_bytes(path: Path) -> tuple[bytes, int]:
 
 def _entry(path: Path, name: str, fields: object) -> TensorEntry:
     if not isinstance(fields, dict):
-        raise ModelError(f"{path}: the header entry of tensor {name!r} is no object; copy the file again")
+        raise ModelError(
+            f"{path}: the header entry of tensor {name!r} is no object; copy the file again"
+        )
     entry = cast("dict[str, object]", fields)
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise ModelError(f"{path}: tensor {name!r} has dtype {dtype!r}; known are {', '.join(DTYPE_BITS)}")
+        raise ModelError(
+            f"{path}: tensor {name!r} has dtype {dtype!r}; known are {', '.join(DTYPE_BITS)}"
+        )
     dims, interval = _sizes(shape), _sizes(offsets)
     if dims is None or interval is None or len(interval) != 2:
         raise ModelError(
-            f"{path}: tensor {name!r} has shape {shape!r} and data_offsets {offsets!r}; copy the file again"
+            f"{path}: tensor {name!r} has shape {shape!r} and data_offsets {offsets!r}; copy the "
+            "file again"
         )
     begin, end = interval
     want = math.prod(dims) * DTYPE_BITS[dtype] // 8
     if end - begin != want:
         raise ModelError(
-            f"{path}: tensor {name!r} of {dtype} {list(dims)} needs {want} bytes but owns [{begin}, {end}); "
+            f"{path}: tensor {name!r} of {dtype} {list(dims)} needs {want} bytes but owns "
+            f"[{begin}, {end}); "
             "copy the file again"
         )
     return TensorEntry(dtype, dims, begin, end)
@@ -100,11 +108,17 @@ def _check_tiling(path: Path, entries: Mapping[str, TensorEntry], *, data_size: 
     position = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != position:
-            fault = "overlaps another tensor" if entry.begin < position else "leaves a hole before it"
-            raise ModelError(f"{path}: tensor {name!r} at [{entry.begin}, {entry.end}) {fault}; copy the file again")
+            fault = (
+                "overlaps another tensor" if entry.begin < position else "leaves a hole before it"
+            )
+            raise ModelError(
+                f"{path}: tensor {name!r} at [{entry.begin}, {entry.end}) {fault}; copy the file "
+                "again"
+            )
         position = entry.end
     if position != data_size:
         raise ModelError(
-            f"{path} is {'truncated' if position > data_size else 'too long'}: its tensors need {position} bytes "
+            f"{path} is {'truncated' if position > data_size else 'too long'}: its tensors need "
+            f"{position} bytes "
             f"of data and it has {data_size}; copy the file again"
         )

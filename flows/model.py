@@ -1,0 +1,79 @@
+"""The model of a job: found and fingerprinted early, loaded late.
+
+`open_model` reads only small files, so a wrong model name fails before anything heavy is imported;
+torch is imported when `load_backend` is called. Tests and benchmarks pass another `Model` to the runner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from workers.request import SamplingParams
+from workers.sequence import FindStop
+
+if TYPE_CHECKING:
+    from flows.spec import JobSpec
+    from workers.backends.base import Backend
+
+
+class Tokenizer(Protocol):
+    """What a run needs of a tokenizer; `workers.loading.tokenizer.Tokenizer` is the real one."""
+
+    @property
+    def has_chat_template(self) -> bool: ...
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]: ...
+    def decode_batch(self, token_ids: Sequence[Sequence[int]]) -> list[str]: ...
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str: ...
+    def find_stop(self, stops: tuple[str, ...]) -> FindStop: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A model that is known but not loaded.
+
+    Attributes:
+        fingerprint: of its content; part of the job's identity.
+        generation_config: the model's own sampling defaults.
+        load_tokenizer: cheap.
+        load_backend: imports torch and loads the weights.
+    """
+
+    fingerprint: str
+    generation_config: Mapping[str, object]
+    load_tokenizer: Callable[[], Tokenizer]
+    load_backend: Callable[[], Backend]
+
+
+def open_model(spec: JobSpec) -> Model:
+    """Find the job's model.
+
+    Raises:
+        ModelError: missing, unreachable, damaged or unsupported.
+    """
+    from workers.loading.files import resolve_model
+
+    files = resolve_model(spec.model, revision=spec.revision)
+
+    def load_tokenizer() -> Tokenizer:
+        from workers.loading.tokenizer import Tokenizer as RealTokenizer
+
+        return RealTokenizer.load(files)
+
+    def load_backend() -> Backend:
+        from workers.backends.torch_backend import TorchBackend
+
+        return TorchBackend.load(
+            files,
+            device=spec.engine.device,
+            dtype=spec.engine.dtype,
+            deterministic=spec.engine.deterministic,
+        )
+
+    return Model(
+        fingerprint=files.fingerprint,
+        generation_config=files.generation_config,
+        load_tokenizer=load_tokenizer,
+        load_backend=load_backend,
+    )

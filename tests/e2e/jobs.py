@@ -1,0 +1,180 @@
+"""Small real jobs for end-to-end tests: a dataset, a fake or a tiny model, and a process that can be killed.
+
+As a program (`python -m tests.e2e.jobs JOB.json`) it runs one job the way `flows run` does, with a chosen
+model, and appends the tokens of every computed batch to a log, so that a test can add up what all the
+killed runs together have computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from flows.model import Model
+from workers.backends.base import Backend, Batch
+from workers.backends.fake import FakeBackend, FakeFaults, hashed_script
+from workers.sequence import FindStop
+
+VOCAB_SIZE = 1000
+
+
+def write_dataset(path: Path, num_rows: int, *, seed: int = 0, row_group_size: int = 500) -> Path:
+    """Rows of `id`, `text` (1 to 30 words, some repeated between rows) and `n`."""
+    rng = random.Random(seed)
+    words = ["red", "green", "blue", "stone", "river", "wheel", "mill", "water", "grain", "gate"]
+    texts = [" ".join(rng.choices(words, k=rng.randint(1, 30))) for _ in range(num_rows)]
+    table = pa.table(
+        {
+            "id": pa.array([f"row-{i:07d}" for i in range(num_rows)]),
+            "text": pa.array(texts),
+            "n": pa.array(range(num_rows), pa.int64()),
+        }
+    )
+    pq.write_table(table, path, row_group_size=row_group_size)
+    return path
+
+
+class WordTokenizer:
+    """One token a word; decodes to `<id>` words."""
+
+    has_chat_template = False
+    vocab_size = VOCAB_SIZE
+
+    def encode_batch(
+        self, texts: Sequence[str], *, add_special_tokens: bool
+    ) -> list[list[int]]:
+        del add_special_tokens
+        return [
+            [1 + zlib.crc32(word.encode()) % (VOCAB_SIZE - 1) for word in text.split()]
+            for text in texts
+        ]
+
+    def decode_batch(self, batch: Sequence[Sequence[int]]) -> list[str]:
+        return [" ".join(f"<{token}>" for token in ids if token) for ids in batch]
+
+    def render_chat(self, messages: Sequence[Mapping[str, object]]) -> str:
+        raise ValueError("no chat template")
+
+    def find_stop(self, stops: tuple[str, ...]) -> FindStop:
+        def find(token_ids: list[int]) -> str | None:
+            (text,) = self.decode_batch([token_ids])
+            return next((stop for stop in stops if stop in text), None)
+
+        return find
+
+
+def fake_model(
+    *,
+    faults: FakeFaults | None = None,
+    on_execute: Callable[[Batch], None] | None = None,
+    mean_output_tokens: int = 12,
+    check_slots: bool = True,
+) -> Model:
+    """A model whose answers are a function of the row id."""
+
+    def load_backend() -> Backend:
+        return FakeBackend(
+            script=hashed_script(VOCAB_SIZE, 0, mean_output_tokens),
+            faults=faults,
+            vocab_size=VOCAB_SIZE,
+            on_execute=on_execute,
+            check_slots=check_slots,
+        )
+
+    return Model(
+        fingerprint="fake-1",
+        generation_config={},
+        load_tokenizer=WordTokenizer,
+        load_backend=load_backend,
+    )
+
+
+@dataclass
+class TokenLog:
+    """Appends the size of every batch to a file, in a way that survives SIGKILL."""
+
+    path: Path
+    delay_s: float = 0.0
+
+    def __call__(self, batch: Batch) -> None:
+        with open(self.path, "ab", buffering=0) as file:
+            file.write(f"{batch.num_tokens}\n".encode())
+        if self.delay_s:
+            time.sleep(self.delay_s)
+
+    def total(self) -> int:
+        return sum(int(line) for line in self.path.read_text().split()) if self.path.exists() else 0
+
+
+def read_results(output: Path) -> list[dict[str, Any]]:
+    """All committed rows, in the order of the files' names: the order of the input."""
+    files = sorted((output / "results").glob("*.parquet"))
+    return [row for file in files for row in pq.read_table(file).to_pylist()]
+
+
+def comparable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows without what may differ from run to run: timings, attempts, cache hits."""
+    volatile = {"queue_s", "run_s", "attempts", "cached_tokens"}
+    return [{k: v for k, v in row.items() if k not in volatile} for row in rows]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("spec", type=Path)
+    parser.add_argument("--log", type=Path, required=True)
+    parser.add_argument("--delay-s", type=float, default=0.0)
+    parser.add_argument("--real", action="store_true", help="the job's own model, not the fake one")
+    arguments = parser.parse_args(argv)
+
+    from flows.runner import run_job
+    from flows.spec import JobSpec
+
+    spec = JobSpec.model_validate(json.loads(arguments.spec.read_text()))
+    log = TokenLog(arguments.log, arguments.delay_s)
+    model = counted_real_model(spec, log) if arguments.real else fake_model(on_execute=log)
+    summary = run_job(spec, model=model)
+    return summary.exit_code(spec.max_error_rate)
+
+
+def counted_real_model(spec: Any, log: TokenLog) -> Model:
+    """The job's own model, with every batch logged."""
+    from dataclasses import replace
+
+    from flows.model import open_model
+
+    model = open_model(spec)
+
+    def load_backend() -> Backend:
+        backend = model.load_backend()
+        execute = backend.execute
+
+        class Counted:
+            """The backend, counting."""
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(backend, name)
+
+            def execute(self, batch: Batch) -> Any:
+                log(batch)
+                return execute(batch)
+
+        return Counted()  # type: ignore[return-value]
+
+    return replace(model, load_backend=load_backend)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    sys.exit(main())

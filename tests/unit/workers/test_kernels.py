@@ -1,0 +1,82 @@
+"""The native decode attention against a brute-force oracle, and what happens without a compiler."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from workers import kernels
+from workers.kernels import attention
+
+
+def oracle(q, k, v, tables, lengths, window):  # noqa: ANN001, ANN201
+    """One sequence and one head at a time, in float64."""
+    out = torch.empty_like(q)
+    groups = q.shape[1] // k.shape[1]
+    for seq in range(q.shape[0]):
+        length = int(lengths[seq])
+        begin = max(0, length - window) if window else 0
+        for head in range(q.shape[1]):
+            blocks = tables[seq].long()
+            keys = k[blocks, head // groups].reshape(-1, q.shape[2])[begin:length].double()
+            values = v[blocks, head // groups].reshape(-1, q.shape[2])[begin:length].double()
+            scores = keys @ q[seq, head].double() / q.shape[2] ** 0.5
+            out[seq, head] = (torch.softmax(scores, 0) @ values).to(q.dtype)
+    return out
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("shape", [(9, 3, 64, 16), (8, 2, 128, 16), (4, 4, 80, 8), (14, 2, 64, 32)])
+@pytest.mark.parametrize("window", [0, 1, 13])
+def test_decode_attention_equals_the_oracle(dtype, tolerance, shape, window) -> None:  # noqa: ANN001
+    if kernels.load() is None:
+        pytest.skip("no compiler on this machine")
+    num_heads, num_kv_heads, head_size, block_size = shape
+    rng = torch.Generator().manual_seed(num_heads * 100 + window)
+
+    def draw(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=rng).to(dtype)
+
+    k, v = (draw(40, num_kv_heads, block_size, head_size) for _ in range(2))
+    q = draw(6, num_heads, head_size)
+    tables = torch.stack([torch.randperm(40, generator=rng)[:5] for _ in range(6)]).int()
+    lengths = torch.tensor([1, 2, block_size, block_size + 1, 3 * block_size + 5, 5 * block_size]).int()
+    got = attention.decode_attention(
+        q, k, v, tables, lengths, scale=head_size**-0.5, window=window
+    )
+    want = oracle(q, k, v, tables, lengths, window)
+    assert (got.double() - want.double()).abs().max() < tolerance
+
+
+def test_not_a_number_is_passed_on() -> None:
+    if kernels.load() is None:
+        pytest.skip("no compiler on this machine")
+    k = torch.randn(2, 1, 4, 16)
+    q = torch.full((1, 1, 16), float("nan"))
+    tables, lengths = torch.tensor([[0, 1]]).int(), torch.tensor([6]).int()
+    assert attention.decode_attention(q, k, k, tables, lengths, scale=1.0).isnan().all()
+
+
+@pytest.fixture
+def fresh_kernels():  # noqa: ANN201
+    kernels.load.cache_clear()
+    yield kernels
+    kernels.load.cache_clear()
+
+
+def test_it_can_be_switched_off(fresh_kernels, monkeypatch) -> None:  # noqa: ANN001
+    monkeypatch.setenv("HEADRACE_KERNELS", "off")
+    assert fresh_kernels.load() is None
+
+
+def test_a_failing_compiler_is_reported_and_not_fatal(
+    fresh_kernels, monkeypatch, tmp_path, caplog  # noqa: ANN001
+) -> None:
+    compiler = tmp_path / "cxx"
+    compiler.write_text("#!/bin/sh\necho broken >&2; [ \"$1\" = --version ]\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+    assert fresh_kernels.load() is None
+    assert "broken" in caplog.text
+    assert list((tmp_path / "cache" / "kernels").iterdir()) == []
