@@ -1,8 +1,8 @@
 """From results to committed rows: the only thread of a run that writes.
 
-It detokenises, hands result rows to the shard writers, checkpoints every few seconds, commits a shard
-when its last row has come, and keeps the telemetry. So nothing of this is on the engine's path, and
-every table on disk has one writer.
+It detokenises, hands result rows to the shard writers, checkpoints every few seconds, commits a
+shard when its last row has come, and keeps the telemetry. So nothing of this is on the engine's
+path, and every table on disk has one writer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flows.queues import Outbox, RowRef
 from storage.ledger import ShardSummary, ShardWriter
 from storage.results import ResultRow
 from storage.shards import Shard
-from workers.request import Completion, Result, StepRecord
+from workers.request import Result, StepRecord
 
 
 class Answered(NamedTuple):
@@ -152,7 +152,8 @@ class RowMaker:
     Args:
         decoder: token ids to text.
         cut_at_stop: text and the stop string that ended it, to the text before it.
-        check_output: says what is wrong with a text that should follow a schema; None without schema.
+        check_output: says what is wrong with a text that should follow a schema; None without
+            schema.
     """
 
     def __init__(
@@ -166,9 +167,7 @@ class RowMaker:
         self._cut_at_stop = cut_at_stop
         self._check_output = check_output
 
-    def __call__(
-        self, items: Sequence[Answered | Settled]
-    ) -> list[tuple[RowRef, ResultRow]]:
+    def __call__(self, items: Sequence[Answered | Settled]) -> list[tuple[RowRef, ResultRow]]:
         completions = [
             completion
             for item in items

@@ -1,7 +1,7 @@
 """From rows to requests: the thread that reads, renders and tokenises ahead of the engine.
 
-It keeps a bounded number of requests ready, so that the engine never waits for Parquet and a million
-rows never lie in memory. A row that cannot become a request is settled at once.
+It keeps a bounded number of requests ready, so that the engine never waits for Parquet and a
+million rows never lie in memory. A row that cannot become a request is settled at once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Encoder(Protocol):
     ) -> list[list[int]]: ...
 
 
-class PromptTooLong(Exception):  # noqa: N818 - the user asked for the run to fail
+class PromptTooLong(Exception):
     """A prompt exceeds the model's length and the job says `on_too_long: fail`."""
 
 
@@ -47,7 +47,8 @@ class PromptLimits:
     Attributes:
         max_model_len: tokens of prompt and completion together.
         max_tokens: tokens of the completion.
-        on_too_long: what happens to a prompt that leaves no room for a completion; truncation leaves
+        on_too_long: what happens to a prompt that leaves no room for a completion; truncation
+            leaves
             room for `max_tokens`.
     """
 

@@ -1,7 +1,8 @@
 """The model of a job: found and fingerprinted early, loaded late.
 
 `open_model` reads only small files, so a wrong model name fails before anything heavy is imported;
-torch is imported when `load_backend` is called. Tests and benchmarks pass another `Model` to the runner.
+torch is imported when `load_backend` is called. Tests and benchmarks pass another `Model` to the
+runner.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from workers.request import SamplingParams
 from workers.sequence import FindStop
 
 if TYPE_CHECKING:
@@ -23,7 +23,9 @@ class Tokenizer(Protocol):
 
     @property
     def has_chat_template(self) -> bool: ...
-    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]: ...
+    def encode_batch(
+        self, texts: Sequence[str], *, add_special_tokens: bool
+    ) -> list[list[int]]: ...
     def decode_batch(self, token_ids: Sequence[Sequence[int]]) -> list[str]: ...
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str: ...
     def find_stop(self, stops: tuple[str, ...]) -> FindStop: ...

@@ -1,7 +1,7 @@
-"""The bounded queues between the threads of a run, and what travels on them.
+r"""The bounded queues between the threads of a run, and what travels on them.
 
     feeder --Request--> RequestQueue --> engine --Result--> Outbox --> collector
-       \\------------------ Settled (rows that need no engine) ---------^
+       \------------------ Settled (rows that need no engine) ---------^
 
 Every wait ends when the run stops.
 """
@@ -30,12 +30,13 @@ class RowRef(NamedTuple):
     row_id: str
 
 
-class Stopped(Exception):  # noqa: N818 - not an error: the run is ending
+class Stopped(Exception):
     """The run is ending: whoever waits on a queue should leave."""
 
 
 class RequestQueue:
-    """A bounded queue of requests: the feeder's end is `put`, the engine's the `RequestSource` protocol.
+    """A bounded queue of requests: the feeder's end is `put`, the engine's the `RequestSource`
+    protocol.
 
     Args:
         max_requests: `put` waits while that many are ready.

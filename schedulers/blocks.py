@@ -1,17 +1,18 @@
 """KV memory counted in blocks: who holds which, what is shared, what may be reused.
 
-Whose truth: this table says which blocks a sequence *may write and read*; the tensors in `workers` hold what was written. A block
-is in exactly one of three states:
+Whose truth: this table says which blocks a sequence *may write and read*; the tensors in `workers`
+hold what was written. A block is in exactly one of three states:
 
     free        no holder, no content worth keeping
-    cached      no holder, content known by its key: may be revived by a match, or evicted (least recently freed first)
-    held        `_holders[block] >= 1` sequences have it in their tables
+    cached      no holder, content known by its key: may be revived by a match, or evicted (least
+    recently freed first) held        `_holders[block] >= 1` sequences have it in their tables
 
-Only *full* blocks of known content are ever shared, and a full block is never written again, so copy-on-write does not arise: a
-fork or a prefix match shares the full blocks and computes the partial one anew (less than one block of work).
+Only *full* blocks of known content are ever shared, and a full block is never written again, so
+copy-on-write does not arise: a fork or a prefix match shares the full blocks and computes the
+partial one anew (less than one block of work).
 
-Keys are a trie, not hashes, so a collision cannot serve another row's text: the key of a block is (serial of the parent block's
-content, the block's token ids), and a serial is never used twice.
+Keys are a trie, not hashes, so a collision cannot serve another row's text: the key of a block is
+(serial of the parent block's content, the block's token ids), and a serial is never used twice.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class BlockKey(NamedTuple):
 
 
 class BlockAccountingError(Exception):
-    """A caller asked for what its plan did not have, or the table is inconsistent. Always a bug, never a user's fault."""
+    """A caller asked for what its plan did not have, or the table is inconsistent. Always a bug,
+    never a user's fault.
+    """
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
@@ -82,7 +85,9 @@ class BlockManager:
         return self._tables
 
     def match(self, token_ids: Sequence[int]) -> list[int]:
-        """Blocks that hold the longest known prefix, never its last token (whose logits are needed)."""
+        """Blocks that hold the longest known prefix, never its last token (whose logits are
+        needed).
+        """
         found: list[int] = []
         if not self.share_prefixes:
             return found
@@ -107,7 +112,9 @@ class BlockManager:
         return sum(1 for block in self._tables[seq_id] if self._holders[block] == 1)
 
     def open(self, seq_id: SeqId, token_ids: Sequence[int]) -> int:
-        """Make a sequence a holder; shares the longest known prefix. Returns the number of tokens that it brings."""
+        """Make a sequence a holder; shares the longest known prefix. Returns the number of tokens
+        that it brings.
+        """
         if seq_id in self._tables:
             raise BlockAccountingError(
                 f"sequence {seq_id} holds blocks already: {self._tables[seq_id]}"
@@ -149,7 +156,8 @@ class BlockManager:
                 self._next_serial += 1
                 known = block
             elif known != block:
-                # The same content twice: ours stays private, and everything behind it too, as its parent has no serial.
+                # The same content twice: ours stays private, and everything behind it too, as its
+                # parent has no serial.
                 return
             serial = self._serial[known]
             self._num_sealed[seq_id] = index + 1
@@ -158,7 +166,8 @@ class BlockManager:
         """Give a holder's blocks back; known ones stay cached until they are needed."""
         table = self._tables.pop(seq_id)
         del self._num_sealed[seq_id]
-        # Tail first, so that a child is evicted before its parent and no cached block is ever unreachable.
+        # Tail first, so that a child is evicted before its parent and no cached block is ever
+        # unreachable.
         for block in reversed(table):
             self._holders[block] -= 1
             if self._holders[block] == 0:

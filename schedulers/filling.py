@@ -190,8 +190,8 @@ def admit_waiting(
     """Admit from the head of `waiting` while it fits; returns how many.
 
     Stops at the first that does not fit: whoever waits longest is not overtaken by something small.
-    Admits nothing in a plan that suspends, as that would undo it. An empty engine is given its first
-    sequence without spare blocks and whatever `max_holders` says, so that it cannot stall.
+    Admits nothing in a plan that suspends, as that would undo it. An empty engine is given its
+    first sequence without spare blocks and whatever `max_holders` says, so that it cannot stall.
     """
     if builder.num_suspended:
         return 0

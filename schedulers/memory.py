@@ -98,7 +98,7 @@ def plan_memory(
 
 
 class ResidentMoments(NamedTuple):
-    """Mean and standard deviation of the KV positions that one holder occupies at a random instant."""
+    """Mean and standard deviation of the KV positions a holder has at a random instant."""
 
     mean_tokens: float
     std_tokens: float
@@ -112,7 +112,8 @@ def resident_moments(lengths: Iterable[Finished], block_size: int) -> ResidentMo
     """
     pairs = [(item.num_prompt_tokens, max(1, item.num_output_tokens)) for item in lengths]
     num = len(pairs)
-    # Holders are seen in proportion to how long they stay, so prompts are weighted by output length.
+    # Holders are seen in proportion to how long they stay, so prompts are weighted by output
+    # length.
     weight = sum(out for _, out in pairs)
     mean_prompt = sum(prompt * out for prompt, out in pairs) / weight
     var_prompt = sum((prompt - mean_prompt) ** 2 * out for prompt, out in pairs) / weight
@@ -139,8 +140,9 @@ def safe_batch_size(
 class BatchSizer:
     """Memory-safe number of holders, from a sliding window of finished lengths.
 
-    Until `min_samples` sequences have finished, nothing is known of output lengths: then the longest
-    allowed ends of the sequences at hand are taken, which is safe and, with forced lengths, exact.
+    Until `min_samples` sequences have finished, nothing is known of output lengths: then the
+    longest allowed ends of the sequences at hand are taken, which is safe and, with forced lengths,
+    exact.
     """
 
     def __init__(
@@ -174,7 +176,9 @@ class BatchSizer:
     def max_holders(
         self, capacity_tokens: int, longest_ends: Iterable[int], block_size: int
     ) -> int:
-        """Safe N for KV memory of `capacity_tokens`; `longest_ends` is consulted before samples exist."""
+        """Safe N for KV memory of `capacity_tokens`; `longest_ends` is consulted before samples
+        exist.
+        """
         if len(self._lengths) < self._min_samples:
             ends = list(longest_ends)
             mean = sum(ends) / len(ends) if ends else 1.0

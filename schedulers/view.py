@@ -1,7 +1,8 @@
 """The values that pass between the engine and a policy.
 
-A policy sees a `View` (read-only), answers with a `Plan` (a value: it can be logged, replayed and simulated) and learns what
-happened from an `Outcome`. Nothing here holds a tensor, a clock or a random generator, so the simulator uses the very same types.
+A policy sees a `View` (read-only), answers with a `Plan` (a value: it can be logged, replayed and
+simulated) and learns what happened from an `Outcome`. Nothing here holds a tensor, a clock or a
+random generator, so the simulator uses the very same types.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ Phase = Literal["prefill", "decode", "mixed", "idle"]
 class SequenceView(Protocol):
     """What a policy may know of a sequence.
 
-    The law: `num_cached_tokens <= num_computed_tokens <= num_tokens`, and a running sequence whose prompt is in KV memory has
-    exactly one uncomputed token. A suspended sequence is a waiting one with generated tokens and nothing computed.
+    The law: `num_cached_tokens <= num_computed_tokens <= num_tokens`, and a running sequence whose
+    prompt is in KV memory has exactly one uncomputed token. A suspended sequence is a waiting one
+    with generated tokens and nothing computed.
     """
 
     @property
@@ -82,10 +84,13 @@ class Budget:
     Attributes:
         max_batch_tokens: most tokens scheduled in one step.
         max_seqs: most sequences that hold KV blocks at once.
-        reservation: "expected" admits on expected lengths and suspends when KV memory runs short; "full" admits only what can
+        reservation: "expected" admits on expected lengths and suspends when KV memory runs short;
+            "full" admits only what can
             run to its longest end, so that nothing is ever suspended (deterministic mode).
-        chunk_tokens: None: a chunk is as long as fits. A number: chunks end at its multiples or at the end of the known tokens,
-            so that where a prompt is cut does not depend on what else is in the batch (deterministic mode).
+        chunk_tokens: None: a chunk is as long as fits. A number: chunks end at its multiples or at
+            the end of the known tokens,
+            so that where a prompt is cut does not depend on what else is in the batch
+            (deterministic mode).
     """
 
     max_batch_tokens: int
@@ -120,7 +125,8 @@ class Plan:
         phase: the kind of step.
         scheduled: sequences and their token counts, at most one entry a sequence.
         admitted: sequences that go from waiting to running before the step.
-        suspended: sequences that give their blocks back and go to the head of waiting, before anything is admitted.
+        suspended: sequences that give their blocks back and go to the head of waiting, before
+            anything is admitted.
         reason: why this and not something else, in a few words, for the telemetry.
     """
 
@@ -165,15 +171,19 @@ class Outcome:
 
 
 class Policy(Protocol):
-    """Decides which yielded work merges into the next step. One value per engine; picked by name from `policies.POLICIES`."""
+    """Decides which yielded work merges into the next step. One value per engine; picked by name
+    from `policies.POLICIES`.
+    """
 
     name: str
 
     def plan(self, view: View, budget: Budget) -> Plan:
-        """Plan the next step. Deterministic: the same history of views and outcomes gives the same plans.
+        """Plan the next step. Deterministic: the same history of views and outcomes gives the same
+        plans.
 
-        Never plans more tokens than `budget.max_batch_tokens`, more holders than `budget.max_seqs`, or more blocks than are free
-        after its own suspensions. Returns an idle plan only when nothing can be scheduled.
+        Never plans more tokens than `budget.max_batch_tokens`, more holders than `budget.max_seqs`,
+        or more blocks than are free after its own suspensions. Returns an idle plan only when
+        nothing can be scheduled.
         """
         ...
 

@@ -15,8 +15,8 @@ from schedulers.blocks import BlockManager, blocks_for
 from schedulers.view import Budget, Finished, Outcome, Plan, Policy, SeqId, View
 from workers.backends.base import Backend, Batch, Segment
 from workers.errors import DeviceOutOfMemory, InternalError
-from workers.pressure import MemoryPressure, split
 from workers.intake import IterableSource, RequestSource, Waiting
+from workers.pressure import MemoryPressure, split
 from workers.request import Completion, Request, Result, RowError, Sampled, StepRecord
 from workers.rows import RowTable
 from workers.sequence import FindStop, Sequence
@@ -111,7 +111,7 @@ class Engine:
         self._abandon()
 
     def stop(self) -> None:
-        """End `run` after the current step. May be called from another thread or a signal handler."""
+        """End `run` after the current step. Safe from other threads and signal handlers."""
         self._stopping = True
 
     def step(self) -> None:
@@ -344,7 +344,8 @@ class Engine:
         if num_prompt >= longest:
             return RowError(
                 "prompt_too_long",
-                f"the prompt has {num_prompt} tokens; the model takes {longest}, completion included",
+                f"the prompt has {num_prompt} tokens; the model takes {longest}, "
+                "completion included",
             )
         end = min(num_prompt + request.sampling.max_tokens, longest)
         if blocks_for(end, self.blocks.block_size) > self.blocks.num_blocks:

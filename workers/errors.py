@@ -1,10 +1,11 @@
 """Errors of the workers, by who must act.
 
     WorkerError
-    |-- ModelError            the user: the model cannot be loaded or run as asked (damaged, unsupported, refused)
-    |   `-- UnsafeModelError  the model file asks for pickled weights or remote code, which are never executed
-    |-- BackendError          the run is broken: the device failed in a way that no smaller batch can mend
-    |-- DeviceOutOfMemory     the engine: shrink the batch and go on
+    |-- ModelError            the user: the model cannot be loaded or run as asked (damaged,
+    unsupported, refused)
+    |   `-- UnsafeModelError  the model file asks for pickled weights or remote code, which are
+    never executed |-- BackendError          the run is broken: the device failed in a way that no
+    smaller batch can mend |-- DeviceOutOfMemory     the engine: shrink the batch and go on
     `-- InternalError         us: a broken invariant, with the story that led to it
 
 A bad row is no exception: it is a `Result` with a `RowError`.
@@ -18,7 +19,9 @@ class WorkerError(Exception):
 
 
 class ModelError(WorkerError):
-    """The model cannot be loaded, or cannot do what was asked. The message says what, with which value, and what to do."""
+    """The model cannot be loaded, or cannot do what was asked. The message says what, with which
+    value, and what to do.
+    """
 
 
 class UnsafeModelError(ModelError):
@@ -30,7 +33,9 @@ class BackendError(WorkerError):
 
 
 class DeviceOutOfMemory(WorkerError):
-    """The device had no memory for this batch. Nothing was sampled; KV already written may be written again."""
+    """The device had no memory for this batch. Nothing was sampled; KV already written may be
+    written again.
+    """
 
 
 class InternalError(WorkerError):

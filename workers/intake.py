@@ -20,7 +20,9 @@ class RequestSource(Protocol):
     """A stream of requests, read by the engine's thread only."""
 
     def take(self, max_requests: int, *, wait: bool) -> list[Request]:
-        """Up to `max_requests` requests that are at hand; with `wait`, blocks until there is one or none will come."""
+        """Up to `max_requests` requests that are at hand; with `wait`, blocks until there is one or
+        none will come.
+        """
         ...
 
     @property
@@ -45,8 +47,9 @@ class IterableSource:
 class Waiting:
     """Sequences that hold no KV blocks, in the order in which they should be admitted.
 
-    Three groups: suspended ones (oldest first), siblings of a sample whose prompt is in KV memory, and
-    the current window, longest first. `next_window` collects arrivals until the current one is empty.
+    Three groups: suspended ones (oldest first), siblings of a sample whose prompt is in KV memory,
+    and the current window, longest first. `next_window` collects arrivals until the current one is
+    empty.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,6 @@
-"""What the engine does when the device has no memory for a batch: halve it, and plan smaller ones for a while."""
+"""What the engine does when the device has no memory for a batch: halve it, and plan smaller ones
+for a while.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ class MemoryPressure:
         self._num_healthy = 0
 
     def after_step(self, budget: Budget, num_tokens: int, largest_executed: int) -> Budget:
-        """The budget of the next step, after one of `num_tokens` whose largest executed part is given."""
+        """The budget of the next step, after one of `num_tokens` whose largest executed part is
+        given.
+        """
         if largest_executed < num_tokens:
             self._num_healthy = 0
             return self._limited(max(1, largest_executed))
@@ -48,12 +52,11 @@ class MemoryPressure:
 
 def split(batch: Batch) -> tuple[Batch, Batch]:
     """Two batches with the work of one, in an order that keeps each sequence's tokens in order."""
-    segments = batch.segments
-    if len(segments) > 1:
-        middle = len(segments) // 2
-        return Batch(segments[:middle]), Batch(segments[middle:])
-    (only,) = segments
-    half = only.num_tokens // 2
-    first = only._replace(num_tokens=half, sample=False)
-    second = only._replace(start=only.start + half, num_tokens=only.num_tokens - half)
-    return Batch((first,)), Batch((second,))
+    first, *rest = batch.segments
+    if rest:
+        middle = len(batch.segments) // 2
+        return Batch(batch.segments[:middle]), Batch(batch.segments[middle:])
+    half = first.num_tokens // 2
+    head = first._replace(num_tokens=half, sample=False)
+    tail = first._replace(start=first.start + half, num_tokens=first.num_tokens - half)
+    return Batch((head,)), Batch((tail,))

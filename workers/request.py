@@ -1,6 +1,7 @@
 """What goes into the engine and what comes out: `Request`, `SamplingParams`, `Result`.
 
-A `Request` is one unit of work from one input row; a `Result` answers exactly one request, good or bad.
+A `Request` is one unit of work from one input row; a `Result` answers exactly one request, good or
+bad.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from typing import Literal, NamedTuple, NewType, Protocol
 RequestId = NewType("RequestId", str)
 
 FinishReason = Literal["stop", "length", "error"]
-"""`stop`: end-of-sequence, stop id or stop string (or a complete grammar). `length`: max_tokens or the model's length."""
+"""`stop`: end-of-sequence, stop id or stop string (or a complete grammar). `length`: max_tokens or
+the model's length.
+"""
 
 RowErrorType = Literal[
     "null_prompt",
@@ -34,12 +37,14 @@ class SamplingParams:
 
     Attributes:
         max_tokens: most tokens generated per sample (at least 1).
-        min_tokens: end-of-sequence, stop ids and stop strings are not honoured before that many tokens.
+        min_tokens: end-of-sequence, stop ids and stop strings are not honoured before that many
+            tokens.
         temperature: >= 0.
         top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the smallest set of likeliest tokens with at least this mass, in (0, 1].
         min_p: drop tokens below this share of the likeliest token's probability, in [0, 1].
-        repetition_penalty: > 0; divides positive and multiplies negative logits of tokens seen in prompt or output (CTRL).
+        repetition_penalty: > 0; divides positive and multiplies negative logits of tokens seen in
+            prompt or output (CTRL).
         presence_penalty: subtracted once from the logits of tokens seen in the output.
         frequency_penalty: subtracted per occurrence in the output.
         stop: strings that end the completion; not part of its text.
@@ -47,7 +52,8 @@ class SamplingParams:
         ignore_eos: the model's end-of-sequence ids neither end the completion nor are suppressed.
         logprobs: None: off. k: log-probability of the chosen token and of the k likeliest ones.
         n: samples per row.
-        seed: the job's seed; a row's stream is a function of (seed, request id, sample index, position).
+        seed: the job's seed; a row's stream is a function of (seed, request id, sample index,
+            position).
     """
 
     max_tokens: int = 256
@@ -98,7 +104,9 @@ class Matcher(Protocol):
     """State of one sample inside a compiled grammar (structured output). Owned by its sequence."""
 
     def fill_mask(self, mask: object, row: int) -> None:
-        """Write the allowed tokens into row `row` of an int32 bitmask tensor of shape (batch, ceil(vocab / 32))."""
+        """Write the allowed tokens into row `row` of an int32 bitmask tensor of shape (batch,
+        ceil(vocab / 32)).
+        """
         ...
 
     def accept(self, token_id: int) -> None:
@@ -107,7 +115,9 @@ class Matcher(Protocol):
 
     @property
     def terminated(self) -> bool:
-        """True when the grammar is complete and an end-of-sequence token has been accepted or is all that may follow."""
+        """True when the grammar is complete and an end-of-sequence token has been accepted or is
+        all that may follow.
+        """
         ...
 
 
@@ -135,7 +145,9 @@ class Request:
 
 
 class TokenLogprob(NamedTuple):
-    """Log-probability (natural, of the raw model distribution before penalties, temperature and filters) of one token."""
+    """Log-probability (natural, of the raw model distribution before penalties, temperature and
+    filters) of one token.
+    """
 
     token_id: int
     logprob: float

@@ -1,11 +1,14 @@
 """A sequence is a coroutine: the whole life of a row, in one short function.
 
-Theory of operation. `generate(seq)` runs until it needs something only a step of the engine can give, and yields there. The engine
-resumes it when a step has computed tokens of it. In between the sequence is plain state (token ids, sampling state, how much of it
-is in KV memory), so it can be batched with others, suspended (its KV blocks given back) and resumed, here or elsewhere, without the
-coroutine noticing: a suspended sequence simply waits through the chunks that compute its tokens again.
+Theory of operation. `generate(seq)` runs until it needs something only a step of the engine can
+give, and yields there. The engine resumes it when a step has computed tokens of it. In between the
+sequence is plain state (token ids, sampling state, how much of it is in KV memory), so it can be
+batched with others, suspended (its KV blocks given back) and resumed, here or elsewhere, without
+the coroutine noticing: a suspended sequence simply waits through the chunks that compute its tokens
+again.
 
-Who writes what: the engine writes `num_computed_tokens`, `num_cached_tokens`, `sampled` and `state`; the coroutine writes
+Who writes what: the engine writes `num_computed_tokens`, `num_cached_tokens`, `sampled` and
+`state`; the coroutine writes
 `token_ids` and `finish_reason`. Token positions of a sequence, as half-open intervals:
 
     [0, num_cached_tokens)                      computed by others, shared blocks
@@ -35,13 +38,17 @@ def _step() -> Generator[None, None, None]:
 
 
 async def prefill(seq: Sequence) -> None:
-    """Wait until all known tokens are in KV memory. Yields once per chunk; the last chunk also samples."""
+    """Wait until all known tokens are in KV memory. Yields once per chunk; the last chunk also
+    samples.
+    """
     while seq.num_computed_tokens < seq.num_tokens:
         await _step()
 
 
 async def next_token(seq: Sequence) -> Sampled:
-    """Wait for the token that follows the known ones. Yields once, or more often when the sequence was suspended."""
+    """Wait for the token that follows the known ones. Yields once, or more often when the sequence
+    was suspended.
+    """
     while seq.sampled is None:
         await _step()
     return seq.take_sampled()
@@ -183,6 +190,7 @@ class Sequence:
 
     def __repr__(self) -> str:
         return (
-            f"Sequence({self.seq_id}, {self.request.request_id!r}, {self.state}, prompt={self.num_prompt_tokens}, "
-            f"computed={self.num_computed_tokens}, tokens={self.num_tokens}, suspensions={self.num_suspensions})"
+            f"Sequence({self.seq_id}, {self.request.request_id!r}, {self.state}, "
+            f"prompt={self.num_prompt_tokens}, computed={self.num_computed_tokens}, "
+            f"tokens={self.num_tokens}, suspensions={self.num_suspensions})"
         )

@@ -15,8 +15,8 @@ load it becomes continuous batching. theta solves Prop. 1,
 
     theta / (1 - theta) + ln(1 - theta) = p0 alpha_p / alpha_d
 
-with p0 the hazard of ending (one over the mean output length) and alpha_p / alpha_d the fixed cost of
-a switch to prefill in units of the fixed cost of a decode step.
+with p0 the hazard of ending (one over the mean output length) and alpha_p / alpha_d the fixed cost
+of a switch to prefill in units of the fixed cost of a decode step.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class Exclusive:
 
     Args:
         overflow_probability: bound on the chance that N holders outgrow KV memory.
-        switch_cost_ratio: alpha_p / alpha_d; 1 says that a prefill step has the fixed cost of a decode step.
+        switch_cost_ratio: alpha_p / alpha_d; 1 says that a prefill step has the fixed cost of a
+            decode step.
         cold_mean_output_tokens: mean output length assumed before any is known.
     """
 

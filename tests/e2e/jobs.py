@@ -1,8 +1,9 @@
-"""Small real jobs for end-to-end tests: a dataset, a fake or a tiny model, and a process that can be killed.
+"""Small real jobs for end-to-end tests: a dataset, a fake or a tiny model, and a process that can
+be killed.
 
-As a program (`python -m tests.e2e.jobs JOB.json`) it runs one job the way `flows run` does, with a chosen
-model, and appends the tokens of every computed batch to a log, so that a test can add up what all the
-killed runs together have computed.
+As a program (`python -m tests.e2e.jobs JOB.json`) it runs one job the way `flows run` does, with a
+chosen model, and appends the tokens of every computed batch to a log, so that a test can add up
+what all the killed runs together have computed.
 """
 
 from __future__ import annotations
@@ -52,9 +53,7 @@ class WordTokenizer:
     has_chat_template = False
     vocab_size = VOCAB_SIZE
 
-    def encode_batch(
-        self, texts: Sequence[str], *, add_special_tokens: bool
-    ) -> list[list[int]]:
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         del add_special_tokens
         return [
             [1 + zlib.crc32(word.encode()) % (VOCAB_SIZE - 1) for word in text.split()]

@@ -45,8 +45,9 @@ class ModelInfo:
 class Segment(NamedTuple):
     """Tokens `[start, start + num_tokens)` of one sequence, computed in this step.
 
-    Positions `[0, start)` are in KV memory already; the block table covers `start + num_tokens` positions. `sample` is true when
-    the segment ends the known tokens, so that the next one is drawn from its last position's logits.
+    Positions `[0, start)` are in KV memory already; the block table covers `start + num_tokens`
+    positions. `sample` is true when the segment ends the known tokens, so that the next one is
+    drawn from its last position's logits.
     """
 
     seq: Sequence
@@ -58,7 +59,9 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's work. Segments of several tokens (chunks) come first, single-token ones (decodes) after them."""
+    """One step's work. Segments of several tokens (chunks) come first, single-token ones (decodes)
+    after them.
+    """
 
     segments: tuple[Segment, ...]
 
@@ -74,7 +77,8 @@ class Backend(Protocol):
     def info(self) -> ModelInfo: ...
 
     def allocate(self, *, num_blocks: int, block_size: int) -> None:
-        """Reserve KV memory: `num_blocks` blocks of `block_size` positions. Called once, before `execute`.
+        """Reserve KV memory: `num_blocks` blocks of `block_size` positions. Called once, before
+        `execute`.
 
         Raises:
             DeviceOutOfMemory: the device has not that much.
@@ -82,9 +86,11 @@ class Backend(Protocol):
         ...
 
     def execute(self, batch: Batch) -> tuple[Sampled, ...]:
-        """Compute a batch, write its keys and values, and draw one token for each segment with `sample`, in their order.
+        """Compute a batch, write its keys and values, and draw one token for each segment with
+        `sample`, in their order.
 
-        Does not change the sequences. Safe to repeat: writing the same positions again has the same effect.
+        Does not change the sequences. Safe to repeat: writing the same positions again has the same
+        effect.
 
         Raises:
             DeviceOutOfMemory: a smaller batch may succeed.
@@ -93,7 +99,7 @@ class Backend(Protocol):
         ...
 
     def forget(self, seq_id: SeqId) -> None:
-        """Drop whatever the backend keeps for a sequence that ended (penalty counts and the like)."""
+        """Drop whatever the backend keeps for a sequence that ended (penalty counts, say)."""
         ...
 
     def close(self) -> None:

@@ -1,8 +1,9 @@
-"""A backend that computes nothing: scripted tokens and faults, for tests and for measuring all the rest.
+"""A backend that computes nothing: scripted tokens and faults, for tests and for measuring all the
+rest.
 
-It keeps, like a real one, what has been written to each KV slot, and checks before each step that the
-slots of a sequence's history hold that sequence's tokens: a scheduling or block-table mistake shows as
-a failure and not as plausible text.
+It keeps, like a real one, what has been written to each KV slot, and checks before each step that
+the slots of a sequence's history hold that sequence's tokens: a scheduling or block-table mistake
+shows as a failure and not as plausible text.
 """
 
 from __future__ import annotations

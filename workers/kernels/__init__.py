@@ -1,8 +1,10 @@
 """Native CPU kernels: compiled once on this machine with the system compiler, or not used.
 
-The source is plain C++ with OpenMP, called through ctypes with pointers, so nothing of torch is compiled against and building takes a
-second or two. The library is kept in the user's cache under a name that says what it was built from (source, compiler, flags,
-processor), so it is rebuilt when any of them changes. Without a compiler, or where HEADRACE_KERNELS=off, `load` returns None and the torch code is used.
+The source is plain C++ with OpenMP, called through ctypes with pointers, so nothing of torch is
+compiled against and building takes a second or two. The library is kept in the user's cache under a
+name that says what it was built from (source, compiler, flags, processor), so it is rebuilt when
+any of them changes. Without a compiler, or where HEADRACE_KERNELS=off, `load` returns None and the
+torch code is used.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ def load() -> ctypes.CDLL | None:
 
 
 def _library_path(compiler: str) -> Path:
-    version = subprocess.run(  # noqa: S603 - the compiler that the user's PATH or CXX names
+    version = subprocess.run(
         [compiler, "--version"], capture_output=True, check=False, timeout=BUILD_TIMEOUT_S
     ).stdout
     digest = hashlib.sha256(version + " ".join(FLAGS).encode() + _processor())
@@ -91,12 +93,14 @@ def _cache_folder() -> Path:
 
 
 def _build(compiler: str, path: Path) -> None:
-    """Compile to a temporary file and move it in place: processes starting together do not disturb each other."""
+    """Compile to a temporary file and move it in place: processes starting together do not disturb
+    each other.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         built = Path(folder) / path.name
         command = [compiler, *FLAGS, *map(str, SOURCES), "-o", str(built)]
-        done = subprocess.run(  # noqa: S603 - as above
+        done = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=BUILD_TIMEOUT_S
         )
         if done.returncode:

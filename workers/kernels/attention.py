@@ -1,6 +1,7 @@
 """Decode attention by the native kernel.
 
-Legend: S sequences, N query heads, K key-value heads, H head size, B blocks, P positions per block, M blocks per table.
+Legend: S sequences, N query heads, K key-value heads, H head size, B blocks, P positions per block,
+    M blocks per table.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ MAX_GROUPS = 64
 
 
 def supports(*, dtype: torch.dtype, device: torch.device, num_groups: int, head_size: int) -> bool:
-    """Whether the kernel can be used here: on a CPU, for these shapes, and where it could be built."""
+    """Whether the kernel can be used: on a CPU, for these shapes, and where it could be built."""
     return (
         device.type == "cpu"
         and dtype in _NAMES

@@ -1,16 +1,18 @@
 """The arithmetic of sampling, on all rows of a batch at once.
 
-Shapes: S sequences, V vocabulary, N entries of a sparse list, K candidates. Every function works
-row by row, so a row's result does not depend on its neighbours. Logits are float32 and dropped
-tokens are -inf.
+Shapes: S sequences, V vocabulary, N entries of a sparse list, K candidates, B blocks. Every
+function works row by row, so a row's result does not depend on its neighbours. Logits are float32
+and dropped tokens are -inf.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 _FIRST_CANDIDATES = 256
+_BLOCK = 256
 
 
 def penalise(
@@ -51,12 +53,20 @@ def mask_disallowed(logits_SV: Tensor, bitmask_SW: Tensor) -> None:
     logits_SV.masked_fill_(bits_SV == 0, float("-inf"))
 
 
-def scale(logits_SV: Tensor, temperature_S: Tensor) -> Tensor:
-    """Logits over temperature, with the likeliest token at 0 so that small temperatures do not
-    overflow.
+def likeliest(logits_SV: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids and logits of the likeliest tokens, shape (S,) each; the first of equals. NaN wins, if
+    any.
     """
-    top_S1 = logits_SV.amax(dim=1, keepdim=True)
-    return (logits_SV - top_S1) / temperature_S[:, None]
+    if logits_SV.device.type == "cpu":  # NumPy's argmax is several times faster there
+        ids_S = torch.from_numpy(logits_SV.numpy().argmax(axis=1))
+    else:
+        ids_S = logits_SV.argmax(dim=1)
+    return ids_S, logits_SV.gather(1, ids_S[:, None])[:, 0]
+
+
+def scale(logits_SV: Tensor, temperature_S: Tensor) -> None:
+    """Divide by the temperature, in place, with the likeliest token at 0: nothing overflows."""
+    logits_SV.sub_(logits_SV.amax(dim=1, keepdim=True)).div_(temperature_S[:, None])
 
 
 def keep_min_p(logits_SV: Tensor, min_p_S: Tensor) -> Tensor:
@@ -98,9 +108,22 @@ def _crossing(probs_SV: Tensor, top_p_S: Tensor, num_candidates: int) -> Tensor:
 
 def draw(logits_SV: Tensor, uniform_S: Tensor) -> Tensor:
     """One token a row by inverse CDF in vocabulary order: the first whose cumulative mass exceeds
-    `uniform_S` (float64, in [0, 1)).
+    `uniform_S` (float64, in [0, 1)) of the whole.
+
+    In two levels, first over blocks of the vocabulary and then inside one, as a cumulative sum over
+    all of it is much slower.
     """
     probs_SV = torch.softmax(logits_SV, dim=1)
-    mass_SV = torch.cumsum(probs_SV, dim=1, dtype=torch.float64)
-    target_S1 = uniform_S[:, None] * mass_SV[:, -1:]
-    return torch.searchsorted(mass_SV, target_S1, right=True)[:, 0]
+    padding = -probs_SV.shape[1] % _BLOCK
+    probs_SBK = functional.pad(probs_SV, (0, padding)).unflatten(1, (-1, _BLOCK))
+    mass_SB = torch.cumsum(probs_SBK.sum(dim=2, dtype=torch.float64), dim=1)
+    target_S1 = uniform_S[:, None] * mass_SB[:, -1:]
+    block_S1 = torch.searchsorted(mass_SB, target_S1, right=True)
+    before_S1 = functional.pad(mass_SB, (1, 0)).gather(1, block_S1)
+    inside_SK = probs_SBK[torch.arange(len(probs_SBK), device=block_S1.device), block_S1[:, 0]]
+    mass_SK = torch.cumsum(inside_SK, dim=1, dtype=torch.float64)
+    offset_S1 = torch.searchsorted(mass_SK, target_S1 - before_S1, right=True)
+    # The two sums may differ in their last bit: stay inside the block, on a token with some mass.
+    places_K = torch.arange(_BLOCK, device=block_S1.device)
+    last_S1 = torch.where(inside_SK > 0, places_K, 0).amax(dim=1, keepdim=True)
+    return (block_S1 * _BLOCK + torch.minimum(offset_S1, last_S1))[:, 0]

@@ -68,14 +68,13 @@ class BatchSampler:
         if not seqs:
             return ()
         rows = [self._row(seq) for seq in seqs]
-        best = logits_SV.max(dim=1)
-        chosen_S = best.indices
+        chosen_S, best_S = filters.likeliest(logits_SV)
         special = [
             i
             for i, (row, seq) in enumerate(zip(rows, seqs, strict=True))
             if not _is_plain(row, seq)
         ]
-        finite = torch.isfinite(best.values).tolist()
+        finite = torch.isfinite(best_S).tolist()
         special = [i for i in special if finite[i]]
         alive = dict.fromkeys(special, True)
         if special:
@@ -107,15 +106,14 @@ class BatchSampler:
         self._penalise(logits, rows, seqs)
         self._mask_grammars(logits, seqs)
         self._suppress_ends(logits, seqs)
-        best = logits.max(dim=1)
-        chosen, ok = best.indices, torch.isfinite(best.values)
+        chosen, best = filters.likeliest(logits)
         drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
         if drawn:
             index = self._index(drawn)
             some = logits.index_select(0, index)
             taken = self._draw(some, [rows[i] for i in drawn], [seqs[i] for i in drawn])
-            chosen = chosen.index_copy(0, index, taken.clamp(max=self._vocab_size - 1))
-        return chosen, ok.tolist()
+            chosen = chosen.index_copy(0, index, taken)
+        return chosen, torch.isfinite(best).tolist()
 
     def _penalise(self, logits: Tensor, rows: Seq[_Row], seqs: Seq[Sequence]) -> None:
         """Gather the distinct tokens of all penalised rows into one sparse update."""
@@ -172,7 +170,8 @@ class BatchSampler:
         return seq.stop_ids | eos
 
     def _draw(self, logits: Tensor, rows: Seq[_Row], seqs: Seq[Sequence]) -> Tensor:
-        logits = filters.scale(logits, self._column(rows, lambda params: params.temperature))
+        """Draw for rows of `logits`, which is changed."""
+        filters.scale(logits, self._column(rows, lambda params: params.temperature))
         for applies, value, keep in _FILTERS:
             some = [i for i, row in enumerate(rows) if applies(row.params, self._vocab_size)]
             if some:

@@ -41,7 +41,9 @@ def view(*, running: int, waiting: int, free: int = 1000) -> View:
 @pytest.mark.parametrize("hazard", [1 / 8, 1 / 128, 1 / 1024])
 @pytest.mark.parametrize("ratio", [0.25, 1.0, 3.0])
 def test_the_threshold_maximises_the_throughput_of_a_cycle(hazard: float, ratio: float) -> None:
-    """Exhaustive search over theta of (alpha_p + alpha_d zeta / p0) / theta, the cost per completion."""
+    """Exhaustive search over theta of (alpha_p + alpha_d zeta / p0) / theta, the cost per
+    completion.
+    """
     grid = [i / 10_000 for i in range(100, 9_900)]
     best = min(grid, key=lambda theta: (ratio - log(1 - theta) / hazard) / theta)
     assert optimal_threshold(hazard, ratio) == pytest.approx(best, abs=2e-3)

@@ -1,4 +1,6 @@
-"""A small engine over the fake backend, random workloads, and a policy wrapper that misbehaves on purpose."""
+"""A small engine over the fake backend, random workloads, and a policy wrapper that misbehaves on
+purpose.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Clock:
 
 
 class Suspending:
-    """Another policy, with suspensions injected at random, and every plan checked against the budget."""
+    """Another policy, with suspensions injected at random, and every plan checked against the
+    budget.
+    """
 
     def __init__(self, inner: Policy, *, seed: int, chance: float) -> None:
         self.name = inner.name
@@ -110,8 +114,12 @@ def request(row: object, prompt: Iterable[int] = (1, 2, 3), **sampling: object) 
     )
 
 
-def workload(seed: int, num_rows: int, *, longest_prompt: int = 20, longest: int = 24) -> list[Request]:
-    """Random rows; few distinct tokens, so that prefixes are shared now and then; some with samples."""
+def workload(
+    seed: int, num_rows: int, *, longest_prompt: int = 20, longest: int = 24
+) -> list[Request]:
+    """Random rows; few distinct tokens, so that prefixes are shared now and then; some with
+    samples.
+    """
     rng = random.Random(seed)
     return [
         request(

@@ -1,4 +1,6 @@
-"""The engine over the fake backend: every row ends in exactly one result, whatever happens on the way."""
+"""The engine over the fake backend: every row ends in exactly one result, whatever happens on the
+way.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from workers.request import Request
 pytestmark = pytest.mark.parametrize("policy", list(POLICIES))
 
 
-def constant(token_id: int):  # noqa: ANN201
+def constant(token_id: int):
     return lambda *_: token_id
 
 
@@ -85,7 +87,9 @@ def test_c16_one_result_per_request_even_for_refused_ones(policy: str) -> None:
 
 def test_a_row_that_can_never_fit_in_kv_memory_is_refused_at_once(policy: str) -> None:
     engine = make_engine(policy, num_blocks=4)
-    results = {r.request_id: r for r in engine.run([request(0, [1] * 10, max_tokens=7), request(1)])}
+    results = {
+        r.request_id: r for r in engine.run([request(0, [1] * 10, max_tokens=7), request(1)])
+    }
     assert results["0"].error is not None
     assert results["0"].error.type == "exceeds_kv_memory"
     assert results["1"].error is None
@@ -254,7 +258,7 @@ class Lazy:
 
     name = "lazy"
 
-    def plan(self, view: View, budget: Budget) -> Plan:  # noqa: ARG002
+    def plan(self, view: View, budget: Budget) -> Plan:
         return Plan("idle", reason="tired")
 
     def observe(self, outcome: Outcome) -> None: ...
@@ -262,5 +266,7 @@ class Lazy:
 
 def test_a_policy_that_plans_nothing_is_named_with_the_story(policy: str) -> None:
     del policy
-    with pytest.raises(InternalError, match=r"'lazy' planned nothing \('tired'\) with 0 running, 1"):
+    with pytest.raises(
+        InternalError, match=r"'lazy' planned nothing \('tired'\) with 0 running, 1"
+    ):
         list(make_engine(Lazy()).run([request(0)]))

@@ -9,7 +9,7 @@ from workers import kernels
 from workers.kernels import attention
 
 
-def oracle(q, k, v, tables, lengths, window):  # noqa: ANN001, ANN201
+def oracle(q, k, v, tables, lengths, window):
     """One sequence and one head at a time, in float64."""
     out = torch.empty_like(q)
     groups = q.shape[1] // k.shape[1]
@@ -28,7 +28,7 @@ def oracle(q, k, v, tables, lengths, window):  # noqa: ANN001, ANN201
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("shape", [(9, 3, 64, 16), (8, 2, 128, 16), (4, 4, 80, 8), (14, 2, 64, 32)])
 @pytest.mark.parametrize("window", [0, 1, 13])
-def test_decode_attention_equals_the_oracle(dtype, tolerance, shape, window) -> None:  # noqa: ANN001
+def test_decode_attention_equals_the_oracle(dtype, tolerance, shape, window) -> None:
     if kernels.load() is None:
         pytest.skip("no compiler on this machine")
     num_heads, num_kv_heads, head_size, block_size = shape
@@ -40,10 +40,10 @@ def test_decode_attention_equals_the_oracle(dtype, tolerance, shape, window) -> 
     k, v = (draw(40, num_kv_heads, block_size, head_size) for _ in range(2))
     q = draw(6, num_heads, head_size)
     tables = torch.stack([torch.randperm(40, generator=rng)[:5] for _ in range(6)]).int()
-    lengths = torch.tensor([1, 2, block_size, block_size + 1, 3 * block_size + 5, 5 * block_size]).int()
-    got = attention.decode_attention(
-        q, k, v, tables, lengths, scale=head_size**-0.5, window=window
-    )
+    lengths = torch.tensor(
+        [1, 2, block_size, block_size + 1, 3 * block_size + 5, 5 * block_size]
+    ).int()
+    got = attention.decode_attention(q, k, v, tables, lengths, scale=head_size**-0.5, window=window)
     want = oracle(q, k, v, tables, lengths, window)
     assert (got.double() - want.double()).abs().max() < tolerance
 
@@ -58,22 +58,25 @@ def test_not_a_number_is_passed_on() -> None:
 
 
 @pytest.fixture
-def fresh_kernels():  # noqa: ANN201
+def fresh_kernels():
     kernels.load.cache_clear()
     yield kernels
     kernels.load.cache_clear()
 
 
-def test_it_can_be_switched_off(fresh_kernels, monkeypatch) -> None:  # noqa: ANN001
+def test_it_can_be_switched_off(fresh_kernels, monkeypatch) -> None:
     monkeypatch.setenv("HEADRACE_KERNELS", "off")
     assert fresh_kernels.load() is None
 
 
 def test_a_failing_compiler_is_reported_and_not_fatal(
-    fresh_kernels, monkeypatch, tmp_path, caplog  # noqa: ANN001
+    fresh_kernels,
+    monkeypatch,
+    tmp_path,
+    caplog,
 ) -> None:
     compiler = tmp_path / "cxx"
-    compiler.write_text("#!/bin/sh\necho broken >&2; [ \"$1\" = --version ]\n")
+    compiler.write_text('#!/bin/sh\necho broken >&2; [ "$1" = --version ]\n')
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))

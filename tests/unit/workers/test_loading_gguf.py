@@ -13,11 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from tests.unit.workers.loading_models import byte_tokenizer, gguf_weights, write_gguf
+from tests.unit.workers.loading_models import byte_tokenizer, gguf_weights, write_folder, write_gguf
 from workers.errors import ModelError
 from workers.loading import cache
 from workers.loading.files import resolve_model
 from workers.loading.gguf_file import read_gguf
+from workers.loading.gguf_tokenizer import write_tokenizer
 from workers.loading.tokenizer import Tokenizer
 
 pytest.importorskip("gguf")
@@ -104,6 +105,44 @@ def test_other_known_tokenizers_round_trip(tmp_path: Path, pre: str) -> None:
     text = "hello world, it's 12345\n\n  end"
     (ids,) = tokenizer.encode_batch([text], add_special_tokens=False)
     assert tokenizer.decode(ids) == text
+
+
+SPM_TOKENS = (
+    *("<unk>", "<s>", "</s>"), *(f"<0x{byte:02X}>" for byte in range(256)),
+    "\u2581", "h", "e", "l", "o", "w", "r", "d", "he", "ll", "hell", "hello", "\u2581hello", "lo",
+)  # fmt: skip
+
+
+def spm_tokenizer(folder: Path, **changes: object) -> Tokenizer:
+    """A SentencePiece tokenizer as GGUF files describe it: longer tokens score better, `lo` best."""
+    types = [2, 3, 3, *[6] * 256, *[1] * (len(SPM_TOKENS) - 259)]
+    metadata: dict[str, object] = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": list(SPM_TOKENS),
+        "tokenizer.ggml.scores": [
+            0.0 if token == "lo" else -1.0 / len(token) for token in SPM_TOKENS
+        ],
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        **changes,
+    }
+    write_folder(folder)
+    write_tokenizer(metadata, folder, where="spm")
+    return Tokenizer.load(resolve_model(str(folder)))
+
+
+def test_a_sentencepiece_tokenizer_merges_by_score_and_falls_back_to_bytes(tmp_path: Path) -> None:
+    tokenizer = spm_tokenizer(tmp_path)
+    (ids,) = tokenizer.encode_batch(["hello w\u00e9"], add_special_tokens=True)
+    tokens = ["<s>", "\u2581", "he", "l", "lo", "\u2581", "w", "<0xC3>", "<0xA9>"]
+    assert [SPM_TOKENS[index] for index in ids] == tokens
+    assert tokenizer.decode(ids) == "hello w\u00e9"
+
+
+def test_a_sentencepiece_tokenizer_without_scores_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="scores"):
+        spm_tokenizer(tmp_path, **{"tokenizer.ggml.scores": [0.0]})
 
 
 def test_an_unknown_tokenizer_rule_is_refused(tmp_path: Path) -> None:

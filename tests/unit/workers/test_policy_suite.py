@@ -1,4 +1,6 @@
-"""One suite over all policies: nothing starves, no block leaks, the budget is kept, all rows finish, same seed same plan."""
+"""One suite over all policies: nothing starves, no block leaks, the budget is kept, all rows
+finish, same seed same plan.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,10 @@ from tests.unit.workers.harness import Suspending, check_idle, make_engine, text
 from workers.backends.fake import FakeBackend, hashed_script
 
 SIZES = [
-    dict(num_blocks=12, max_seqs=4, max_batch_tokens=8),
-    dict(num_blocks=24, max_seqs=16, max_batch_tokens=32),
-    dict(num_blocks=400, max_seqs=16, max_batch_tokens=7),
-    dict(num_blocks=400, max_seqs=1, max_batch_tokens=64),
+    {"num_blocks": 12, "max_seqs": 4, "max_batch_tokens": 8},
+    {"num_blocks": 24, "max_seqs": 16, "max_batch_tokens": 32},
+    {"num_blocks": 400, "max_seqs": 16, "max_batch_tokens": 7},
+    {"num_blocks": 400, "max_seqs": 1, "max_batch_tokens": 64},
 ]
 
 
@@ -61,7 +63,7 @@ def test_same_seed_same_plan(name: str) -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_nothing_starves(name: str) -> None:
-    """A long row among an endless supply of short ones is done before two windows have passed it."""
+    """A long row among many short ones is done before a few windows have passed it."""
     from tests.unit.workers.harness import request
 
     engine = make_engine(name, num_blocks=16, window=10, max_seqs=4)
@@ -91,7 +93,12 @@ def test_expected_reservation_uses_memory_that_full_reservation_leaves_idle(name
     def peak(reservation: str) -> int:
         steps = []
         engine = make_engine(
-            name, num_blocks=40, max_seqs=64, window=64, reservation=reservation, on_step=steps.append
+            name,
+            num_blocks=40,
+            max_seqs=64,
+            window=64,
+            reservation=reservation,
+            on_step=steps.append,
         )
         rows = workload(3, 400, longest_prompt=4, longest=4)
         rows = [r for r in rows if r.sampling.n == 1]
@@ -108,7 +115,7 @@ def test_expected_reservation_uses_memory_that_full_reservation_leaves_idle(name
 def test_fixed_chunks_do_not_depend_on_the_rest_of_the_batch(name: str) -> None:
     cuts: dict[str, set[tuple[int, int]]] = {}
 
-    def note(batch) -> None:  # noqa: ANN001
+    def note(batch) -> None:
         for segment in batch.segments:
             if segment.start < segment.seq.num_prompt_tokens:
                 key = f"{segment.seq.request.request_id}/{segment.seq.sample_index}"

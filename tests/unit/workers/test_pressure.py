@@ -36,7 +36,8 @@ def test_another_failure_starts_the_wait_anew() -> None:
 def test_batches_that_failed_once_are_not_planned_again_at_once() -> None:
     sizes: list[int] = []
     backend = FakeBackend(
-        faults=FakeFaults(max_batch_tokens=16), on_execute=lambda batch: sizes.append(batch.num_tokens)
+        faults=FakeFaults(max_batch_tokens=16),
+        on_execute=lambda batch: sizes.append(batch.num_tokens),
     )
     engine = make_engine(backend=backend, max_batch_tokens=64, num_blocks=400)
     list(engine.run([request(i, range(1, 60), max_tokens=2) for i in range(20)]))

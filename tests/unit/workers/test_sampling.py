@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from schedulers.view import SeqId
 from workers.request import Request, RequestId, Sampled, SamplingParams
-from workers.sampling import BatchSampler
+from workers.sampling import BatchSampler, filters
 from workers.sampling.streams import stream_key, uniforms
 from workers.sequence import Sequence
 
@@ -225,6 +225,25 @@ def test_which_tokens_a_filter_keeps(params: dict[str, Any], support: set[int]) 
     seqs = [make_seq(i, temperature=1.0, **params) for i in range(400)]
     drawn = sample(np.tile(logits, (400, 1)), *seqs)
     assert {item.token_id for item in drawn} == support
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 255, 256, 257, 1000, 2048])
+def test_the_draw_in_blocks_is_the_inverse_cdf(vocab: int) -> None:
+    rng = np.random.default_rng(vocab)
+    count = 400
+    logits = rng.standard_normal((count, vocab)).astype(np.float32) * 4
+    logits[rng.random(logits.shape) < 0.3] = -np.inf
+    logits[:, vocab // 2] = 0.0
+    targets = rng.random(count)
+    targets[:2] = 0.0, 1.0 - 2.0**-52
+    drawn = filters.draw(torch.from_numpy(logits), torch.from_numpy(targets)).numpy()
+    probs = torch.softmax(torch.from_numpy(logits), dim=1).double().numpy()
+    mass = np.cumsum(probs, axis=1)
+    rows = np.arange(count)
+    assert (probs[rows, drawn] > 0).all()
+    goal = targets * mass[:, -1]
+    assert (mass[rows, drawn] >= goal - 1e-9).all()
+    assert (mass[rows, drawn] - probs[rows, drawn] <= goal + 1e-9).all()
 
 
 def test_draws_follow_the_distribution() -> None:
