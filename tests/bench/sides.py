@@ -10,11 +10,16 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from tests.bench.common import Item, Measurement, Workload
+from workers.loading.files import ModelFiles
+from workers.request import Request, RequestId, SamplingParams
+from workers.setup import EngineOptions, make_engine
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from transformers import PreTrainedModel
+
+    from workers.engine import Engine
 
 Order = Literal["arrival", "sorted"]
 
@@ -84,6 +89,60 @@ class TransformersSide:
         )
         new = out_BT[:, longest:].tolist()
         return [tuple(row[: item.num_output_tokens]) for row, item in zip(new, items, strict=True)]
+
+
+class OurSide:
+    """Our engine, all requests offered at once, in order of arrival.
+
+    Each run has a fresh engine, so that no run finds the prompts of an earlier one in KV memory.
+    """
+
+    def __init__(self, files: ModelFiles, *, dtype: str, policy: str = "exclusive") -> None:
+        self._files = files
+        self._dtype = dtype
+        self._policy = policy
+
+    def run(self, workload: Workload) -> tuple[Measurement, Answers]:
+        engine = self._engine()
+        started = time.perf_counter()
+        results = list(engine.run(forced_request(*pair) for pair in enumerate(workload.items)))
+        elapsed_s = time.perf_counter() - started
+        engine.backend.close()
+        answers = Answers(
+            token_ids={int(item.request_id): item.completions[0].token_ids for item in results}
+        )
+        measurement = Measurement(
+            side="headrace",
+            elapsed_s=elapsed_s,
+            num_output_tokens=sum(map(len, answers.token_ids.values())),
+            details={
+                "policy": self._policy,
+                "num_blocks": engine.config.num_blocks,
+                "num_suspensions": sum(item.num_suspensions for item in results),
+                "num_cached_tokens": sum(item.num_cached_tokens for item in results),
+            },
+        )
+        return measurement, answers
+
+    def _engine(self) -> Engine:
+        from workers.backends.torch_backend import TorchBackend
+
+        backend = TorchBackend.load(
+            self._files, device="cpu", dtype=self._dtype, deterministic=False
+        )
+        options = EngineOptions(policy=self._policy)
+        engine, _ = make_engine(backend, options, clock=time.perf_counter)
+        return engine
+
+
+def forced_request(index: int, item: Item) -> Request:
+    """Greedy, with exactly the workload's number of tokens."""
+    num_tokens = item.num_output_tokens
+    return Request(
+        request_id=RequestId(str(index)),
+        prompt_token_ids=item.prompt_token_ids,
+        sampling=SamplingParams(max_tokens=num_tokens, min_tokens=num_tokens, ignore_eos=True),
+    )
 
 
 def agreement(left: Answers, right: Answers, *, num_tokens: int) -> float:

@@ -118,7 +118,7 @@ def measure(options: Namespace, machine: Machine, console: Console) -> tuple[Wor
     files = resolve_model(MODEL)
     tokenizer = Tokenizer.from_file(str(files.folder / "tokenizer.json"))
     workload = workload_for(tokenizer, quick=options.quick)
-    ours = OurSide(MODEL, dtype=DTYPE)
+    ours = OurSide(files, dtype=DTYPE)
     peer = TransformersSide(files.folder, dtype=DTYPE)
     warm_up(ours, peer, workload)
     runs: list[Measurement] = []

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
-import click
 import pyarrow.parquet as pq
 import pytest
 import typer.main
@@ -37,7 +36,11 @@ def fenced_lines(page: Path) -> Iterator[str]:
 
 def flows_commands() -> list[list[str]]:
     lines = (line.strip().removeprefix("$ ") for line in fenced_lines(ROOT / "README.md"))
-    return [shlex.split(line) for line in lines if re.match(r"(\.venv/bin/)?flows ", line)]
+    return [
+        shlex.split(line, comments=True)
+        for line in lines
+        if re.match(r"(\.venv/bin/)?flows ", line)
+    ]
 
 
 def make_targets() -> set[str]:
@@ -72,9 +75,7 @@ def test_readme_shows_flows_commands() -> None:
 
 @pytest.mark.parametrize("command", flows_commands(), ids=" ".join)
 def test_readme_commands_exist_with_their_options(command: list[str]) -> None:
-    group = typer.main.get_command(app)
-    assert isinstance(group, click.Group)
-    subcommand = group.commands[command[1]]
+    subcommand = typer.main.get_group(app).commands[command[1]]
     known = {name for parameter in subcommand.params for name in parameter.opts}
     used = {word.partition("=")[0] for word in command[2:] if word.startswith("--")}
     assert used - known == set()

@@ -114,7 +114,7 @@ SPM_TOKENS = (
 
 
 def spm_tokenizer(folder: Path, **changes: object) -> Tokenizer:
-    """A SentencePiece tokenizer as GGUF files describe it: longer tokens score better, `lo` best."""
+    """A SentencePiece tokenizer as in GGUF files: longer tokens score better, `lo` best."""
     types = [2, 3, 3, *[6] * 256, *[1] * (len(SPM_TOKENS) - 259)]
     metadata: dict[str, object] = {
         "tokenizer.ggml.model": "llama",

@@ -1,0 +1,166 @@
+"""The command `flows`. Imports nothing heavy: what a command needs is imported when it runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flows.errors import FlowsError, SpecError
+from flows.options import with_spec_options
+from flows.spec_model import JobSpec
+from flows.specfile import build, read_job
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+app = typer.Typer(
+    name="flows",
+    help="A model over every row of a Parquet dataset, one result per row.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+JobFile = Annotated[
+    Path | None, typer.Option("--job", help="YAML file with the job; options win over it.")
+]
+UsePrefect = Annotated[
+    bool | None,
+    typer.Option(
+        "--prefect/--local",
+        help="As a Prefect flow, or without; by default as one when PREFECT_API_URL is set.",
+    ),
+]
+OK, FAILED, USAGE = 0, 1, 2
+
+
+@app.command()
+@with_spec_options
+def run(flat: dict[str, Any], job: JobFile = None, prefect: UsePrefect = None) -> None:
+    """Run a job, or go on with it: exit status 0 done, 1 not done or too many bad rows, 2 usage."""
+    spec = _spec(flat, job)
+    console = _console(stderr=True)
+    console.print(headline(spec), highlight=False, markup=False, soft_wrap=True)
+    with_prefect = bool(os.environ.get("PREFECT_API_URL")) if prefect is None else prefect
+    raise typer.Exit(_run_prefect(spec) if with_prefect else _run_local(spec, console))
+
+
+@app.command()
+@with_spec_options
+def plan(flat: dict[str, Any], job: JobFile = None) -> None:
+    """Show what a job would do, without running the model: rows, tokens, prompts, memory, time."""
+    from flows.plan import plan_job, render_plan
+
+    spec = _spec(flat, job)
+    console = _console()
+    console.print(headline(spec), highlight=False, markup=False, soft_wrap=True)
+    console.print(render_plan(plan_job(spec)))
+
+
+@app.command()
+@with_spec_options
+def validate(flat: dict[str, Any], job: JobFile = None) -> None:
+    """Check a job without loading its model: options, input, columns, template, schema, output."""
+    from flows.validate import validate_job
+
+    for line in validate_job(_spec(flat, job)):
+        typer.echo(line)
+
+
+@app.command()
+def status(
+    output: Annotated[str, typer.Argument(help="The job's output directory or URL.")],
+) -> None:
+    """Show where a job stands, also while it runs."""
+    from flows.status import render_status
+    from storage.catalogue import read_status
+
+    _console().print(render_status(read_status(output)))
+
+
+@app.command()
+def version() -> None:
+    """Show the version."""
+    typer.echo(f"headrace {metadata.version('headrace')}")
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line; always raises SystemExit."""
+    try:
+        app(args=args)
+    except Exception as fault:
+        if not isinstance(fault, _known_errors()):
+            raise
+        typer.echo(f"error: {' '.join(str(fault).split())}", err=True)
+        sys.exit(USAGE if isinstance(fault, _usage_errors()) else FAILED)
+
+
+def headline(spec: JobSpec) -> str:
+    """What will be done, in a line: printed before anything heavy is imported."""
+    rows = f", first {spec.limit} rows" if spec.limit is not None else ""
+    return (
+        f"{spec.input} -> {spec.output}: {spec.task} with {spec.model}, "
+        f"policy {spec.engine.policy}, at most {spec.sampling.max_tokens} tokens a row{rows}"
+    )
+
+
+def _spec(flat: dict[str, Any], job: Path | None) -> JobSpec:
+    data = {} if job is None else read_job(job)
+    if "input" not in flat and "input" not in data:
+        raise SpecError("no input; give PATH, or a job file with 'input: ...' (--job)")
+    return build(data, flat)
+
+
+def _run_local(spec: JobSpec, console: Console) -> int:
+    from flows.progress import console_progress, shown, summary_table
+    from flows.runner import run_job
+    from flows.signals import StopOnSignal
+
+    with StopOnSignal() as signals, shown(console_progress(console), console) as progress:
+        summary = run_job(spec, progress=progress, on_start=signals.attach)
+    _console().print(summary_table(summary))
+    return summary.exit_code(spec.max_error_rate)
+
+
+def _run_prefect(spec: JobSpec) -> int:
+    from flows.prepare import prepare
+
+    prepare(spec)  # the user's mistakes show before a server is waited for
+    from flows.prefect_flow import run_as_flow
+
+    return run_as_flow(spec)
+
+
+def _console(*, stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=stderr)
+
+
+def _known_errors() -> tuple[type[Exception], ...]:
+    """Errors whose message is enough: a traceback would only bury it."""
+    from schedulers.memory import NotEnoughMemory
+    from storage.errors import StorageError
+    from workers.errors import WorkerError
+
+    return (FlowsError, StorageError, WorkerError, NotEnoughMemory)
+
+
+def _usage_errors() -> tuple[type[Exception], ...]:
+    """Those that the user mends in the command or in its files."""
+    from schedulers.memory import NotEnoughMemory
+    from storage.errors import InputError, OutputMismatch
+    from workers.errors import ModelError
+
+    return (SpecError, InputError, OutputMismatch, ModelError, NotEnoughMemory)
+
+
+if __name__ == "__main__":
+    main()

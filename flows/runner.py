@@ -1,0 +1,269 @@
+"""Runs a job: the threads of a run, from start to summary.
+
+    main       loads, submits shards, waits, shows progress, takes signals
+    feeder     reads rows, renders prompts, tokenises ahead         (`feeder.py`)
+    engine     plan, apply, execute, resume                         (`workers.engine`)
+    collector  detokenises, checkpoints, commits, keeps telemetry   (`collector.py`)
+
+All shards share one engine and several are open at a time, so it never runs empty between two. The
+first thread that fails ends the run; what was finished is durable, and the same command goes on
+from there.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Self
+
+from flows.collector import Answered, Collector, OpenShard
+from flows.feeder import Feeder, PromptLimits
+from flows.journal import Journal
+from flows.model import Model, open_model
+from flows.prepare import PreparedJob, prepare
+from flows.progress import Progress
+from flows.queues import Outbox, RequestQueue, RowRef, Stopped
+from flows.rowmaker import RowMaker
+from flows.sampling import resolve_sampling
+from flows.spec import JobSpec
+from flows.summary import JobSummary
+from flows.threads import ThreadGroup
+from storage.ledger import ShardSummary
+from storage.rows import Row, read_shard
+from storage.shards import Shard
+from workers.engine import Engine
+from workers.setup import EngineOptions, make_engine
+
+OPEN_SHARDS = 4
+"""Shards in flight: enough that the engine never waits for a commit."""
+
+READY_REQUESTS = 512
+"""Requests kept tokenised ahead of the engine."""
+
+
+class JobRunner:
+    """One run of a job: `with JobRunner(spec) as runner: ...`.
+
+    Entering finds everything that is the user's to mend, claims the output and, when there is work,
+    loads the model and starts the threads. Leaving stops them and gives the output back.
+
+    Args:
+        spec: the job.
+        model: another model than the spec names (tests, benchmarks).
+        progress: told of everything.
+        clock: seconds, monotonic.
+
+    Raises:
+        SpecError, InputError, OutputMismatch, ModelError: the user's to mend; nothing was started.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        *,
+        model: Model | None = None,
+        progress: Progress | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.spec = spec
+        self.progress = progress or Progress(clock=clock)
+        self._given_model = model
+        self._clock = clock
+        self._threads = ThreadGroup(on_failure=self._interrupt)
+        self._requests = RequestQueue(READY_REQUESTS)
+        self._outbox: Outbox[object] = Outbox(4096)
+        self._in_flight: dict[str, RowRef] = {}
+        self._engine: Engine | None = None
+        self._stopped: str | None = None
+
+    # -- start ------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        self.job: PreparedJob = prepare(self.spec)
+        self.model = self._given_model or open_model(self.spec)
+        self.journal = Journal.open(self.job, self.model, clock=self._clock)
+        try:
+            self.pending = self.journal.pending()
+            self.progress.start(
+                total_rows=self.journal.total_rows, earlier=self.journal.earlier_rows
+            )
+            if self.pending:
+                self._start()
+        except BaseException:
+            self.journal.close()
+            raise
+        return self
+
+    def _start(self) -> None:
+        """Load the model and start the threads, from the last of the chain to the first."""
+        self.progress.set_phase("loading the model")
+        tokenizer = self.model.load_tokenizer()
+        renderer = self.job.renderer.bind(tokenizer)
+        sampling = resolve_sampling(self.spec.sampling, self.model.generation_config)
+        output = self.model.output_rules(self.spec, tokenizer)
+        backend = self.model.load_backend()
+        self._engine, memory = make_engine(
+            backend,
+            self._engine_options(),
+            clock=self._clock,
+            find_stop=tokenizer.find_stop,
+            on_step=lambda step: self._outbox.put([step]),
+        )
+        self.journal.note_memory(memory)
+        self._collector = Collector(
+            outbox=self._outbox,
+            to_rows=RowMaker(tokenizer, check_output=output.check),
+            checkpoint_s=self.spec.checkpoint_s,
+            clock=self._clock,
+            journal=self.journal,
+            progress=self.progress,
+        )
+        self._feeder = Feeder(
+            read=self._read,
+            renderer=renderer,
+            encoder=tokenizer,
+            limits=PromptLimits(
+                max_model_len=backend.info.max_model_len,
+                max_tokens=sampling.max_tokens,
+                on_too_long=self.spec.on_too_long,
+            ),
+            sampling=sampling,
+            requests=self._requests,
+            outbox=self._outbox,
+            in_flight=self._in_flight,
+            grammar=output.grammar,
+        )
+        self._threads.start("collector", self._collector.run)
+        self._threads.start("engine", self._drive)
+        self._threads.start("feeder", self._feeder.run)
+
+    def _engine_options(self) -> EngineOptions:
+        engine = self.spec.engine
+        return EngineOptions(
+            policy=engine.policy,
+            memory_bytes=self.model.memory_bytes(engine),
+            max_batch_tokens=engine.max_batch_tokens,
+            max_seqs=engine.max_seqs,
+            deterministic=engine.deterministic,
+            row_timeout_s=self.spec.row_timeout_s,
+        )
+
+    # -- the threads' bodies
+    # ------------------------------------------------------------------------
+
+    def _read(self, shard: Shard) -> Iterator[list[Row]]:
+        done = self.journal.done(shard)
+        return read_shard(self.job.dataset, shard, self.job.renderer.columns, skip=done)
+
+    def _drive(self) -> None:
+        """Run the engine until the feeder has closed the queue and every request is answered."""
+        assert self._engine is not None
+        try:
+            for result in self._engine.run(self._requests):
+                ref = self._in_flight.pop(result.request_id)
+                self._outbox.put([Answered(ref, result)])
+        except Stopped:
+            return
+        finally:
+            self._engine.backend.close()
+
+    # -- work -------------------------------------------------------------------------------------
+
+    def submit(self, shard: Shard) -> Future[ShardSummary]:
+        """Queue a shard; the future is done when it is committed.
+
+        It fails with `Stopped` when the run ends before that, and with the run's error when it
+        broke.
+        """
+        committed: Future[ShardSummary] = Future()
+        opened = OpenShard(shard, self.journal.writer(shard), committed)
+        self._threads.watch(committed)
+        self._collector.open(opened)
+        self._feeder.submit(shard)
+        return committed
+
+    def stop(self, reason: str) -> None:
+        """End the run early: finished rows are made durable, the rest is left for the next run.
+
+        Safe from other threads and signal handlers; returns at once.
+        """
+        self._stopped = self._stopped or reason
+        self._interrupt()
+
+    def _interrupt(self) -> None:
+        self._requests.stop()
+        if self._engine is not None:
+            self._engine.stop()
+
+    def finish(self) -> JobSummary:
+        """Wait for everything that was submitted, end the threads, and sum up.
+
+        Raises:
+            Exception: what broke the run, as it was raised in its thread.
+        """
+        if self._engine is not None:
+            self._feeder.close()
+            self._threads.join("feeder", "engine")
+            self._collector.finish()
+            self._threads.join("collector")
+        self._threads.raise_failure()
+        return self.journal.summary(self.progress.snapshot(), stopped=self._stopped)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self._interrupt()
+        if self._engine is not None:
+            self._feeder.close()
+            self._threads.join("feeder", "engine")
+            self._collector.finish()
+            self._threads.join("collector")
+        self.journal.close()
+
+
+def run_job(
+    spec: JobSpec,
+    *,
+    model: Model | None = None,
+    progress: Progress | None = None,
+    on_start: Callable[[JobRunner], None] | None = None,
+) -> JobSummary:
+    """Run a job on this machine, to its end or until it is stopped.
+
+    Args:
+        spec: the job.
+        model: another model than the spec names.
+        progress: told of everything.
+        on_start: given the runner once it has started (to install signal handlers).
+
+    Example:
+        >>> run_job(JobSpec(input="reviews.parquet", prompt="Summarise: {{ text }}"))  # doctest:
+        +SKIP
+    """
+    with JobRunner(spec, model=model, progress=progress) as runner:
+        if on_start is not None:
+            on_start(runner)
+        open_shards: list[Future[ShardSummary]] = []
+        for shard in runner.pending:
+            open_shards.append(runner.submit(shard))
+            if len(open_shards) >= OPEN_SHARDS and not _wait(open_shards.pop(0)):
+                break
+        for committed in open_shards:
+            _wait(committed)
+        return runner.finish()
+
+
+def _wait(committed: Future[ShardSummary]) -> bool:
+    """Wait for a commit; False when the run ended before it."""
+    try:
+        committed.result()
+    except Stopped:
+        return False
+    return True

@@ -1,0 +1,142 @@
+"""The job as a Prefect flow: a task run per shard, artifacts, and a state that means something."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
+os.environ["DO_NOT_TRACK"] = "1"
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+SPEC = {"input": "in.parquet", "prompt": "{{ text }}", "model": "fake", "output": "out/x"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server() -> Iterator[None]:
+    """One Prefect server in a temporary place for all tests of this file."""
+    from prefect.testing.utilities import prefect_test_harness
+
+    with prefect_test_harness(server_startup_timeout=120):
+        yield
+
+
+@dataclass
+class FakeRunner:
+    """Commits each shard as soon as it is submitted; a shard in `broken` fails."""
+
+    statuses: dict[str, int]
+    broken: frozenset[int] = frozenset()
+    num_shards: int = 3
+    submitted: list[int] = field(default_factory=list[int])
+    stopped: list[str] = field(default_factory=list[str])
+
+    @property
+    def pending(self) -> list[Any]:
+        from storage.shards import Shard
+
+        return [
+            Shard(index=index, spans=(), num_rows=10, est_tokens=100)
+            for index in range(self.num_shards)
+        ]
+
+    def submit(self, shard: Any) -> Future[Any]:
+        self.submitted.append(shard.index)
+        future: Future[Any] = Future()
+        if shard.index in self.broken:
+            future.set_exception(RuntimeError("the device is gone"))
+        else:
+            future.set_result(None)
+        return future
+
+    def finish(self) -> Any:
+        from flows.summary import JobSummary
+
+        if self.broken:
+            raise RuntimeError("the device is gone")
+        return JobSummary(
+            total_rows=30, by_status=self.statuses, by_finish_reason={"stop": 30},
+            prompt_tokens=300, completion_tokens=600, elapsed_s=2.0, tokens_per_s=300.0,
+            output="out/x", complete=True,
+        )  # fmt: skip
+
+    def stop(self, reason: str) -> None:
+        self.stopped.append(reason)
+
+
+def run(runner: FakeRunner) -> Any:
+    """The final state of the flow over a runner."""
+    from flows.prefect_flow import make_flow
+    from flows.spec import JobSpec
+
+    @contextmanager
+    def make_runner(spec: JobSpec, progress: Any) -> Iterator[Any]:
+        progress.start(total_rows=30)
+        yield runner
+
+    return make_flow(make_runner)(JobSpec.model_validate(SPEC), return_state=True)
+
+
+def recorded(kind: str, flow_run_id: Any) -> list[Any]:
+    """The flow run's task runs or artifacts."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import (
+        ArtifactFilter,
+        ArtifactFilterFlowRunId,
+        FlowRunFilter,
+        FlowRunFilterId,
+    )
+
+    with get_client(sync_client=True) as client:
+        if kind == "artifacts":
+            chosen = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run_id]))
+            return list(client.read_artifacts(artifact_filter=chosen))
+        of_run = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id]))
+        return list(client.read_task_runs(flow_run_filter=of_run))
+
+
+def test_flow_has_one_task_run_per_shard_and_artifacts() -> None:
+    runner = FakeRunner({"ok": 29, "error": 1})
+    state = run(runner)
+    assert state.is_completed()
+    assert state.message == "29 ok, 1 error of 30 rows"
+    assert sorted(runner.submitted) == [0, 1, 2]
+    flow_run_id = state.state_details.flow_run_id
+    artifacts = {artifact.type: artifact for artifact in recorded("artifacts", flow_run_id)}
+    assert artifacts.keys() == {"progress", "table", "markdown"}
+    assert "29 ok, 1 error" in artifacts["markdown"].data
+    assert '"finish stop"' in artifacts["table"].data
+
+
+def test_c25_flow_over_the_error_rate_fails() -> None:
+    state = run(FakeRunner({"ok": 20, "error": 10}))
+    assert state.is_failed()
+    assert "10 error of 30 rows (error rate 33.3%, at most 5.0% is allowed)" in state.message
+
+
+def test_broken_run_fails_its_shard_and_the_flow() -> None:
+    state = run(FakeRunner({"ok": 20}, broken=frozenset({1})))
+    assert state.is_failed()
+    assert "the device is gone" in state.message
+
+
+def test_spec_is_the_form() -> None:
+    from prefect.utilities.callables import parameter_schema
+
+    from flows.prefect_flow import infer
+
+    schema = parameter_schema(infer.fn)
+    fields = schema.definitions["JobSpec"]["properties"]
+    assert fields["input"]["position"] == 0
+    assert fields["max_error_rate"]["maximum"] == 1.0
+    assert schema.definitions["EngineSpec"]["properties"]["policy"]["enum"] == [
+        "exclusive",
+        "mixed",
+    ]

@@ -1,0 +1,11 @@
+"""Mistral: Llama with a sliding window in every layer."""
+
+from __future__ import annotations
+
+from workers.models.config import ConfigReader, ModelConfig
+
+
+def read_config(architecture: str, reader: ConfigReader) -> ModelConfig:
+    """Options of a Mistral model."""
+    shared = reader.shared() | {"windows": reader.layer_windows(default_full_layers=0)}
+    return ModelConfig(architecture=architecture, **shared)

@@ -1,0 +1,137 @@
+"""From a loaded model and what the user allows to an engine: sizes, budget, memory plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from schedulers.memory import MemoryPlan, ModelFootprint, plan_memory
+from schedulers.policies import make_policy
+from schedulers.view import Budget
+from workers.backends.base import Backend, ModelInfo
+from workers.engine import Engine, EngineConfig
+from workers.request import StepRecord
+from workers.sequence import FindStop
+
+BLOCK_SIZE = 16
+DETERMINISTIC_CHUNK_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """What the user may say about an engine; None leaves it to the hardware.
+
+    Attributes:
+        policy: name in `schedulers.policies.POLICIES`.
+        memory_bytes: limit for weights, activations and KV memory together.
+        max_batch_tokens: most tokens of a step.
+        max_seqs: most sequences that hold KV memory.
+        deterministic: a row's result does not depend on what else is in its batch.
+        row_timeout_s: when a row is given up.
+    """
+
+    policy: str = "exclusive"
+    memory_bytes: int | None = None
+    max_batch_tokens: int | None = None
+    max_seqs: int | None = None
+    deterministic: bool = False
+    row_timeout_s: float | None = None
+
+
+class SizeDefaults(NamedTuple):
+    """Step sizes that serve a kind of device well (`tests/bench`)."""
+
+    max_batch_tokens: int
+    max_seqs: int
+
+
+DEFAULTS = {"cpu": SizeDefaults(1024, 256), "cuda": SizeDefaults(8192, 1024)}
+
+
+class EngineSetup(NamedTuple):
+    """A sized engine and where its memory goes."""
+
+    config: EngineConfig
+    memory: MemoryPlan
+
+
+def default_memory_bytes(device: str, weights_bytes: int) -> int:
+    """What a worker may use when nobody said: half of the free memory on a CPU, which it shares
+    with everything else, nine tenths of a GPU's; the weights, loaded already, come on top.
+    """
+    if device.startswith("cuda"):
+        import torch
+
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        return weights_bytes + int(0.9 * free_bytes)
+    import psutil
+
+    return weights_bytes + psutil.virtual_memory().available // 2
+
+
+def size_engine(info: ModelInfo, options: EngineOptions) -> EngineSetup:
+    """Sizes for a model on its device.
+
+    Raises:
+        NotEnoughMemory: the limit does not hold the model and a smallest batch.
+    """
+    defaults = DEFAULTS.get(info.device.split(":")[0], DEFAULTS["cpu"])
+    max_batch_tokens = options.max_batch_tokens or max(
+        defaults.max_batch_tokens, options.max_seqs or 0
+    )
+    max_seqs = options.max_seqs or min(defaults.max_seqs, max_batch_tokens)
+    limit_bytes = options.memory_bytes or default_memory_bytes(info.device, info.weights_bytes)
+    memory = plan_memory(
+        ModelFootprint(
+            weights_bytes=info.weights_bytes,
+            kv_bytes_per_token=info.kv_bytes_per_token,
+            activation_bytes_per_token=info.activation_bytes_per_token,
+            logits_bytes_per_seq=info.logits_bytes_per_seq,
+        ),
+        limit_bytes=limit_bytes,
+        max_batch_tokens=max_batch_tokens,
+        max_seqs=max_seqs,
+        max_model_len=info.max_model_len,
+        block_size=BLOCK_SIZE,
+    )
+    chunk = min(DETERMINISTIC_CHUNK_TOKENS, max_batch_tokens) if options.deterministic else None
+    config = EngineConfig(
+        num_blocks=memory.num_blocks,
+        block_size=BLOCK_SIZE,
+        budget=Budget(
+            max_batch_tokens=max_batch_tokens,
+            max_seqs=max_seqs,
+            reservation="full" if options.deterministic else "expected",
+            chunk_tokens=chunk,
+        ),
+        window=4 * max_seqs,
+        share_prefixes=not options.deterministic,
+        row_timeout_s=options.row_timeout_s,
+    )
+    return EngineSetup(config, memory)
+
+
+def make_engine(
+    backend: Backend,
+    options: EngineOptions,
+    *,
+    clock: Callable[[], float],
+    find_stop: Callable[[tuple[str, ...]], FindStop] | None = None,
+    on_step: Callable[[StepRecord], None] | None = None,
+) -> tuple[Engine, MemoryPlan]:
+    """An engine over a loaded backend.
+
+    Raises:
+        NotEnoughMemory: see `size_engine`.
+    """
+    setup = size_engine(backend.info, options)
+    engine = Engine(
+        backend,
+        make_policy(options.policy),
+        setup.config,
+        clock=clock,
+        find_stop=find_stop,
+        on_step=on_step,
+    )
+    return engine, setup.memory
