@@ -80,7 +80,7 @@ def status(
 ) -> None:
     """Show where a job stands, also while it runs."""
     from flows.status import render_status
-    from storage.catalogue import read_status
+    from storage.status import read_status
 
     _console().print(render_status(read_status(output)))
 
@@ -156,10 +156,11 @@ def _known_errors() -> tuple[type[Exception], ...]:
 def _usage_errors() -> tuple[type[Exception], ...]:
     """Those that the user mends in the command or in its files."""
     from schedulers.memory import NotEnoughMemory
-    from storage.errors import InputError, OutputMismatch
+    from storage.errors import InputError, OutputError, OutputInUse, OutputMismatch
     from workers.errors import ModelError
 
-    return (SpecError, InputError, OutputMismatch, ModelError, NotEnoughMemory)
+    ours = (SpecError, ModelError, NotEnoughMemory)
+    return (*ours, InputError, OutputError, OutputInUse, OutputMismatch)
 
 
 if __name__ == "__main__":

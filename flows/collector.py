@@ -1,22 +1,25 @@
 """From results to committed rows: the only thread of a run that writes.
 
-It detokenises, hands result rows to the shard writers, checkpoints every few seconds, commits a
-shard when its last row has come, and keeps the telemetry. So nothing of this is on the engine's
-path, and every table on disk has one writer.
+It detokenises, hands result rows to the shard writers, checkpoints every few seconds, commits a shard
+when its last row has come, and keeps the telemetry. So nothing of this is on the engine's path, and
+every table on disk has one writer.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from flows.feeder import Settled
+from flows.journal import Journal
+from flows.progress import Progress
 from flows.queues import Outbox, RowRef
-from storage.ledger import ShardSummary, ShardWriter
 from storage.results import ResultRow
 from storage.shards import Shard
+from storage.writer import ShardSummary, ShardWriter
 from workers.request import Result, StepRecord
 
 
@@ -27,70 +30,57 @@ class Answered(NamedTuple):
     result: Result
 
 
-class Decoder(Protocol):
-    """The part of a tokenizer that the collector needs."""
-
-    def decode_batch(self, token_ids: Sequence[Sequence[int]]) -> list[str]: ...
+Item = Answered | Settled | StepRecord
+"""What travels to the collector."""
 
 
 @dataclass(slots=True)
 class OpenShard:
-    """A shard between its submission and its commit. The collector owns it."""
+    """A shard between its submission and its commit. The collector owns it once it is opened."""
 
     shard: Shard
     writer: ShardWriter
-    num_missing: int
     committed: Future[ShardSummary]
     has_new_rows: bool = False
-
-
-class Telemetry(Protocol):
-    """Where step records go."""
-
-    def add(self, record: dict[str, object]) -> None: ...
-    def flush(self) -> None: ...
 
 
 class Collector:
     """Settles rows, checkpoints and commits. `run` is the body of a thread.
 
     Args:
-        outbox: what the feeder and the engine send: `Settled`, `Answered`, `StepRecord`.
+        outbox: what the feeder and the engine send.
         to_rows: answered and settled rows to result rows, a batch at a time.
         checkpoint_s: seconds between checkpoints.
         clock: seconds, monotonic.
-        telemetry: of steps.
-        on_rows: told of every batch of result rows.
-        on_step: told of every engine step.
-        on_commit: told of every committed shard.
+        journal: the output.
+        progress: told of rows and steps.
     """
 
     def __init__(
         self,
         *,
-        outbox: Outbox[object],
+        outbox: Outbox[Item],
         to_rows: Callable[[Sequence[Answered | Settled]], list[tuple[RowRef, ResultRow]]],
         checkpoint_s: float,
         clock: Callable[[], float],
-        telemetry: Telemetry,
-        on_rows: Callable[[Sequence[ResultRow]], None],
-        on_step: Callable[[StepRecord], None],
-        on_commit: Callable[[ShardSummary], None],
+        journal: Journal,
+        progress: Progress,
     ) -> None:
         self._outbox = outbox
         self._to_rows = to_rows
         self._checkpoint_s = checkpoint_s
         self._clock = clock
-        self._telemetry = telemetry
-        self._on_rows = on_rows
-        self._on_step = on_step
-        self._on_commit = on_commit
+        self._journal = journal
+        self._progress = progress
         self._shards: dict[int, OpenShard] = {}
+        self._opened: list[OpenShard] = []
+        self._lock = threading.Lock()
         self._finishing = False
 
     def open(self, shard: OpenShard) -> None:
-        """Expect rows of a shard. Before the feeder is told of it."""
-        self._shards[shard.shard.index] = shard
+        """Expect rows of a shard. Called before the feeder is told of it; from any thread."""
+        with self._lock:
+            self._opened.append(shard)
 
     def finish(self) -> None:
         """Nothing more will be put: commit or checkpoint what there is, and end."""
@@ -101,46 +91,55 @@ class Collector:
         due_s = self._clock() + self._checkpoint_s
         while True:
             finishing = self._finishing  # read before the queue, so that nothing slips between
-            self._collect(self._outbox.take(timeout_s=min(0.2, max(0.0, due_s - self._clock()))))
+            items = self._outbox.take(timeout_s=min(0.2, due_s - self._clock()))
+            self._take_opened()
+            self._collect(items)
             if self._clock() >= due_s or finishing:
                 self._checkpoint()
                 due_s = self._clock() + self._checkpoint_s
             if finishing and not len(self._outbox):
                 return
 
-    def _collect(self, items: Sequence[object]) -> None:
+    def _take_opened(self) -> None:
+        with self._lock:
+            opened, self._opened = self._opened, []
+        for shard in opened:
+            self._shards[shard.shard.index] = shard
+            self._commit_if_complete(shard)  # all its rows may be in parts already
+
+    def _collect(self, items: Sequence[Item]) -> None:
         rows: list[Answered | Settled] = []
         for item in items:
             if isinstance(item, StepRecord):
-                self._telemetry.add(asdict(item))
-                self._on_step(item)
-            elif isinstance(item, Answered | Settled):
+                self._journal.add_step(item)
+                self._progress.add_step(item)
+            else:
                 rows.append(item)
         if rows:
             self._settle(self._to_rows(rows))
 
     def _settle(self, rows: list[tuple[RowRef, ResultRow]]) -> None:
+        touched: dict[int, OpenShard] = {}
         for ref, row in rows:
-            shard = self._shards[ref.shard_index]
+            shard = touched[ref.shard_index] = self._shards[ref.shard_index]
             shard.writer.add(row)
-            shard.num_missing -= 1
             shard.has_new_rows = True
-        self._on_rows([row for _, row in rows])
-        for index in sorted({ref.shard_index for ref, _ in rows}):
-            self.commit_if_complete(self._shards[index])
+        self._progress.add_rows(row for _, row in rows)
+        for index in sorted(touched):
+            self._commit_if_complete(touched[index])
 
-    def commit_if_complete(self, shard: OpenShard) -> None:
-        """Commit a shard that has all its rows."""
-        if shard.num_missing:
+    def _commit_if_complete(self, shard: OpenShard) -> None:
+        if shard.writer.num_missing:
             return
         del self._shards[shard.shard.index]
         summary = shard.writer.close()
-        self._on_commit(summary)
-        shard.committed.set_result(summary)
+        self._journal.committed(summary)
+        if not shard.committed.done():  # it is when the run is ending
+            shard.committed.set_result(summary)
 
     def _checkpoint(self) -> None:
         for shard in self._shards.values():
             if shard.has_new_rows:
                 shard.writer.checkpoint()
                 shard.has_new_rows = False
-        self._telemetry.flush()
+        self._journal.tick()

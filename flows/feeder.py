@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from flows.prompts import PromptRenderer, Rendered
 from flows.queues import Outbox, RequestQueue, RowRef, Stopped
@@ -85,7 +85,7 @@ class Feeder:
         limits: PromptLimits,
         sampling: SamplingParams,
         requests: RequestQueue,
-        outbox: Outbox[object],
+        outbox: Outbox[Any],
         in_flight: dict[str, RowRef],
         grammar: Grammar | None = None,
     ) -> None:

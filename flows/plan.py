@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from flows.estimate import token_cost
 from flows.prepare import PreparedJob, prepare
 from flows.sampling import resolve_sampling
 from flows.schema_check import check_schema
@@ -24,6 +26,7 @@ EXACT_ROWS = 5000
 """Jobs of up to that many rows are tokenised whole; of longer ones, a sample of that many rows."""
 
 SHOWN_CHARS = 600
+"""Of an example; its head and its tail, where the chat template shows."""
 ASSUMED_EFFICIENCY = 0.5
 """Share of the measured matrix rate that a whole job is assumed to reach."""
 
@@ -103,39 +106,27 @@ def plan_job(spec: JobSpec) -> JobPlan:
 
 def _rows(job: PreparedJob, *, exact: bool) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """All rows with their ids, or a sample."""
-    from storage.rows import read_shard, sample_rows
+    from storage.rows import RowReader, sample_rows
     from storage.shards import TokenCost, cut_shards
 
     columns = job.renderer.columns
     if not exact:
-        sample = sample_rows(job.dataset, columns, EXACT_ROWS, 0)
+        sample = sample_rows(job.dataset, columns, EXACT_ROWS)
         yield from (("(of a sample)", values) for values in sample)
         return
     cost = TokenCost(columns=columns, tokens_per_byte=0.25, tokens_per_row=0.0)
-    for shard in cut_shards(
-        job.dataset, cost=cost, target_tokens=job.spec.shard_tokens, limit=job.spec.limit
-    ):
-        for batch in read_shard(job.dataset, shard, columns):
-            yield from ((row.row_id, row.values) for row in batch)
+    target_tokens, limit = job.spec.shard_tokens, job.spec.limit
+    with closing(RowReader(job.dataset, columns)) as reader:
+        for shard in cut_shards(job.dataset, cost=cost, target_tokens=target_tokens, limit=limit):
+            for batch in reader.rows(shard):
+                yield from ((row.row_id, row.values) for row in batch)
 
 
 def _num_shards(job: PreparedJob, found: Survey, answer_tokens: int) -> int:
-    """Shards that a run would cut, from the prompts as surveyed and answers of the longest kind."""
-    from storage.shards import TokenCost, cut_shards
+    """Shards that a run would cut."""
+    from storage.shards import cut_shards
 
-    columns = job.renderer.columns
-    column_bytes = sum(
-        group.column_bytes.get(name, 0)
-        for file in job.dataset.files
-        for group in file.row_groups
-        for name in columns
-    )
-    prompt_tokens = found.mean_tokens * job.dataset.num_rows
-    cost = TokenCost(
-        columns=columns,
-        tokens_per_byte=prompt_tokens / column_bytes if column_bytes else 0.0,
-        tokens_per_row=float(answer_tokens),
-    )
+    cost = token_cost(job, mean_prompt_tokens=found.mean_tokens, answer_tokens=answer_tokens)
     target_tokens, limit = job.spec.shard_tokens, job.spec.limit
     return len(cut_shards(job.dataset, cost=cost, target_tokens=target_tokens, limit=limit))
 
@@ -202,10 +193,10 @@ def render_plan(plan: JobPlan) -> RenderableType:
         facts.add_row(name, Text(value))
     bars = Table("tokens", "prompts", "", title="Prompt lengths", title_justify="left", box=None)
     bins = histogram(plan.survey.lengths)
-    most = max((item.count for item in bins), default=1)
+    most = max((item.num_prompts for item in bins), default=1)
     for item in bins:
-        bar = "#" * round(40 * item.count / most)
-        bars.add_row(f"{item.low}-{item.high}", str(item.count), bar)
+        bar = "#" * round(40 * item.num_prompts / most)
+        bars.add_row(f"{item.low}-{item.high}", str(item.num_prompts), bar)
     examples = [
         Panel(
             Text(_shortened(prompt.text)),
@@ -221,12 +212,16 @@ def plan_lines(plan: JobPlan) -> Iterator[tuple[str, str]]:
     """Name and value of each fact."""
     looked = plan.survey
     basis = "exact" if plan.exact else f"from a sample of {looked.num_rows} rows"
-    yield "rows", f"{plan.num_rows} in {plan.num_shards} shards"
+    yield "rows", f"{plan.num_rows} in {_plural(plan.num_shards, 'shard')}"
     for kind, count in sorted(looked.without_prompt.items()):
         yield f"rows {kind}", f"{count} of {looked.num_rows} looked at"
     yield "prompt tokens", f"{plan.prompt_tokens:,} ({basis}), mean {looked.mean_tokens:.1f}"
     if looked.longest is not None:
         yield "longest row", f"{looked.longest.num_tokens} tokens: {looked.longest.row_id}"
+    too_long = sum(length >= plan.shape.max_model_len for length in looked.lengths)
+    if too_long:
+        longest = f"the model takes {plan.shape.max_model_len} tokens (see --on-too-long)"
+        yield "too long", f"{too_long} of {looked.num_rows} looked at; {longest}"
     yield "answer tokens", f"at most {plan.max_answer_tokens * plan.num_prompts:,}"
     yield from _memory_lines(plan)
     yield "time (estimate)", _time(plan)
@@ -268,7 +263,14 @@ def _size(num_bytes: int) -> str:
     return f"{size:.1f} GiB"
 
 
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def _shortened(text: str) -> str:
     if len(text) <= SHOWN_CHARS:
         return text
-    return f"{text[:SHOWN_CHARS]} ... ({len(text)} characters)"
+    tail = SHOWN_CHARS // 4
+    left_out = len(text) - SHOWN_CHARS
+    head = text[: SHOWN_CHARS - tail]
+    return f"{head} [... {left_out} characters ...] {text[-tail:]}"

@@ -29,6 +29,7 @@ from prefect.artifacts import (
 )
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
+from prefect.exceptions import FailedRun
 from prefect.futures import PrefectFuture, wait
 from prefect.logging import get_run_logger
 from prefect.states import Completed, Failed
@@ -118,10 +119,17 @@ def _job_runner(spec: JobSpec, progress: Progress) -> AbstractContextManager[Run
 infer = make_flow(_job_runner)
 
 
-def run_as_flow(spec: JobSpec) -> int:
-    """Run a job as a flow, here and now; returns the exit status."""
-    state = infer(spec, return_state=True)
-    return 0 if state.is_completed() else 1
+def run_as_flow(spec: JobSpec, run: Flow[[JobSpec], State[Any]] = infer) -> int:
+    """Run a job as a flow, here and now; returns the exit status.
+
+    Raises:
+        Exception: what broke the flow, as it was raised in it.
+    """
+    try:
+        run(spec)
+    except FailedRun:  # the state that `final_state` made
+        return 1
+    return 0
 
 
 def final_state(summary: JobSummary, max_error_rate: float) -> State[Any]:

@@ -19,10 +19,11 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Self
 
-from flows.collector import Answered, Collector, OpenShard
+from flows.collector import Answered, Collector, Item, OpenShard
 from flows.feeder import Feeder, PromptLimits
 from flows.journal import Journal
 from flows.model import Model, open_model
+from flows.outputs import output_rules
 from flows.prepare import PreparedJob, prepare
 from flows.progress import Progress
 from flows.queues import Outbox, RequestQueue, RowRef, Stopped
@@ -32,10 +33,10 @@ from flows.spec import JobSpec
 from flows.summary import JobSummary
 from flows.threads import ThreadGroup
 from storage.ledger import ShardSummary
-from storage.rows import Row, read_shard
+from storage.rows import Row, RowReader
 from storage.shards import Shard
 from workers.engine import Engine
-from workers.setup import EngineOptions, make_engine
+from workers.setup import EngineOptions, device_memory_bytes, make_engine
 
 OPEN_SHARDS = 4
 """Shards in flight: enough that the engine never waits for a commit."""
@@ -74,7 +75,7 @@ class JobRunner:
         self._clock = clock
         self._threads = ThreadGroup(on_failure=self._interrupt)
         self._requests = RequestQueue(READY_REQUESTS)
-        self._outbox: Outbox[object] = Outbox(4096)
+        self._outbox: Outbox[Item] = Outbox(4096)
         self._in_flight: dict[str, RowRef] = {}
         self._engine: Engine | None = None
         self._stopped: str | None = None
@@ -87,11 +88,12 @@ class JobRunner:
         self.journal = Journal.open(self.job, self.model, clock=self._clock)
         try:
             self.pending = self.journal.pending()
-            self.progress.start(
-                total_rows=self.journal.total_rows, earlier=self.journal.earlier_rows
-            )
             if self.pending:
                 self._start()
+            self.progress.start(
+                total_rows=self.journal.total_rows,
+                earlier=self.journal.earlier_rows(self.pending),
+            )
         except BaseException:
             self.journal.close()
             raise
@@ -103,24 +105,24 @@ class JobRunner:
         tokenizer = self.model.load_tokenizer()
         renderer = self.job.renderer.bind(tokenizer)
         sampling = resolve_sampling(self.spec.sampling, self.model.generation_config)
-        output = self.model.output_rules(self.spec, tokenizer)
         backend = self.model.load_backend()
-        self._engine, memory = make_engine(
+        rules = output_rules(self.spec, tokenizer, vocab_size=backend.info.vocab_size)
+        self._engine, self.journal.memory = make_engine(
             backend,
-            self._engine_options(),
+            self._engine_options(backend.info.device),
             clock=self._clock,
             find_stop=tokenizer.find_stop,
             on_step=lambda step: self._outbox.put([step]),
         )
-        self.journal.note_memory(memory)
         self._collector = Collector(
             outbox=self._outbox,
-            to_rows=RowMaker(tokenizer, check_output=output.check),
+            to_rows=RowMaker(tokenizer, check_output=rules.check),
             checkpoint_s=self.spec.checkpoint_s,
             clock=self._clock,
             journal=self.journal,
             progress=self.progress,
         )
+        self._reader = RowReader(self.job.dataset, self.job.renderer.columns)
         self._feeder = Feeder(
             read=self._read,
             renderer=renderer,
@@ -134,17 +136,17 @@ class JobRunner:
             requests=self._requests,
             outbox=self._outbox,
             in_flight=self._in_flight,
-            grammar=output.grammar,
+            grammar=rules.grammar,
         )
         self._threads.start("collector", self._collector.run)
         self._threads.start("engine", self._drive)
         self._threads.start("feeder", self._feeder.run)
 
-    def _engine_options(self) -> EngineOptions:
+    def _engine_options(self, device: str) -> EngineOptions:
         engine = self.spec.engine
         return EngineOptions(
             policy=engine.policy,
-            memory_bytes=self.model.memory_bytes(engine),
+            memory_bytes=engine.memory_bytes(device_memory_bytes(device)),
             max_batch_tokens=engine.max_batch_tokens,
             max_seqs=engine.max_seqs,
             deterministic=engine.deterministic,
@@ -155,8 +157,8 @@ class JobRunner:
     # ------------------------------------------------------------------------
 
     def _read(self, shard: Shard) -> Iterator[list[Row]]:
-        done = self.journal.done(shard)
-        return read_shard(self.job.dataset, shard, self.job.renderer.columns, skip=done)
+        """Rows of a shard that have no result yet."""
+        return self._reader.rows(shard, skip=self.journal.writer(shard).done)
 
     def _drive(self) -> None:
         """Run the engine until the feeder has closed the queue and every request is answered."""
@@ -169,6 +171,8 @@ class JobRunner:
             return
         finally:
             self._engine.backend.close()
+            if self._stopped is not None:
+                self._threads.release(Stopped())
 
     # -- work -------------------------------------------------------------------------------------
 
@@ -204,13 +208,11 @@ class JobRunner:
         Raises:
             Exception: what broke the run, as it was raised in its thread.
         """
-        if self._engine is not None:
-            self._feeder.close()
-            self._threads.join("feeder", "engine")
-            self._collector.finish()
-            self._threads.join("collector")
+        self._end_threads()
         self._threads.raise_failure()
-        return self.journal.summary(self.progress.snapshot(), stopped=self._stopped)
+        return self.journal.summary(
+            stopped=self._stopped, rate=self.progress.snapshot().tokens_per_s
+        )
 
     def __exit__(
         self,
@@ -220,12 +222,17 @@ class JobRunner:
     ) -> None:
         if error is not None:
             self._interrupt()
-        if self._engine is not None:
-            self._feeder.close()
-            self._threads.join("feeder", "engine")
-            self._collector.finish()
-            self._threads.join("collector")
+        self._end_threads()
         self.journal.close()
+
+    def _end_threads(self) -> None:
+        """From the first of the chain to the last. Without effect the second time."""
+        if self._engine is None:
+            return
+        self._feeder.close()
+        self._threads.join("feeder", "engine")
+        self._collector.finish()
+        self._threads.join("collector")
 
 
 def run_job(

@@ -10,7 +10,7 @@ from flows.summary import ordered
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from storage.catalogue import JobStatus
+    from storage.status import JobStatus
 
 
 def render_status(status: JobStatus) -> RenderableType:
@@ -30,6 +30,8 @@ def status_lines(status: JobStatus) -> Iterator[tuple[str, str]]:
     """Name and value of each fact."""
     share = f" ({status.done_rows / status.total_rows:.1%})" if status.total_rows else ""
     yield "rows", f"{status.done_rows} of {status.total_rows}{share}"
+    if status.checkpointed_rows:
+        yield "not yet committed", f"{status.checkpointed_rows} rows, kept as checkpoints"
     yield "shards", f"{status.done_shards} of {status.total_shards} committed"
     for kind, count in ordered(status.by_status):
         yield f"status {kind}", str(count)
@@ -43,6 +45,4 @@ def status_lines(status: JobStatus) -> Iterator[tuple[str, str]]:
 def _running(status: JobStatus) -> str:
     if status.lease is not None:
         return f"yes, process {status.lease.pid} on {status.lease.host}"
-    if status.done_rows == status.total_rows and status.done_shards == status.total_shards:
-        return "no, complete"
-    return "no; the same command goes on from here"
+    return "no, complete" if status.complete else "no; the same command goes on from here"

@@ -35,7 +35,7 @@ class Bin(NamedTuple):
 
     low: int
     high: int
-    count: int
+    num_prompts: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

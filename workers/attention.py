@@ -1,266 +1,334 @@
-"""Attention over the KV pool: chunks of prompts packed without padding, and single tokens over
-block tables.
+"""Attention over the KV pool: packed chunks without padding, and single tokens over block tables.
 
-Legend: T tokens of a step, S single-token segments (decodes), N query heads, K key-value heads, G =
-    N / K, H head size, B blocks, P positions per block, M blocks per table, L positions.
+Legend: T tokens of the batch, S single-token segments, Q queries of one chunk, L positions, N query
+heads, K key-value heads, H head size, B blocks, P positions per block, M blocks per table.
+
+A batch is a run of tokens: first the chunks, segment after segment, then the single tokens. A chunk
+is computed alone, over its own keys and values and, when it is not its sequence's first, over what
+is in KV memory. The single tokens of all sequences are computed together.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn.functional import scaled_dot_product_attention
 
-from workers.backends.base import Batch
 from workers.kernels import attention as native
 from workers.kv import LayerKV
 
+QUERY_TILE = 256
+"""Queries of a chunk that are masked at once: bounds the mask at QUERY_TILE x L, and what lies
+behind a tile is not computed.
+"""
+
+MAX_PADDING = 1.25
+"""Padded positions per real one in a bucket of `torch_decode_attention`, at most about that."""
+
+MAX_BUCKET_POSITIONS = 32768
+"""Positions that are gathered at once: bounds scratch memory."""
+
 
 class Chunk(NamedTuple):
-    """Tokens `[first, last)` of the step: positions from `start` on of one sequence."""
+    """A segment of several tokens: rows [begin, end) of the batch, positions from `start` on.
 
-    first: int
-    last: int
+    `blocks_M` is its block table, None when `start` is 0.
+    """
+
+    begin: int
+    end: int
     start: int
-    blocks_M: Tensor
+    blocks_M: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class StepInput:
-    """What a forward pass needs to know of a step, built once for all layers.
+class Bucket(NamedTuple):
+    """Single-token segments of similar length, for `torch_decode_attention`.
 
     Attributes:
-        token_ids_T: int64.
-        positions_T: int64.
-        block_T: int64, block of each token's slot.
-        offset_T: int64, position of it in the block.
-        chunks: multi-token segments; they come first in T.
-        num_chunk_tokens: their tokens; from there on one token per decode.
-        tables_SM: int32, block tables of the decodes, padded with 0.
-        lengths_S: int32, positions of each decode, the new token included.
-        sampled: indices in T of the tokens whose logits are wanted.
+        rows_S: which of the segments.
+        blocks_SL: block of each position that is read.
+        offsets_SL: position within that block.
+        visible_S11L: which positions the query sees; None: all.
     """
 
-    token_ids_T: Tensor
-    positions_T: Tensor
-    block_T: Tensor
-    offset_T: Tensor
-    chunks: tuple[Chunk, ...]
-    num_chunk_tokens: int
+    rows_S: Tensor
+    blocks_SL: Tensor
+    offsets_SL: Tensor
+    visible_S11L: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Singles:
+    """Block tables of the single-token segments, which are the last S rows of the batch.
+
+    Attributes:
+        tables_SM: int32; entries beyond a sequence's blocks are 0.
+        lengths_S: int32, positions in KV memory, the token's own included.
+        lengths: the same on the host.
+        block_size: P.
+    """
+
     tables_SM: Tensor
     lengths_S: Tensor
-    sampled: Tensor
+    lengths: Sequence[int]
+    block_size: int
+    _buckets: dict[tuple[int, bool], list[Bucket]] = field(default_factory=dict)
+
+    def buckets(self, window: int, *, alone: bool) -> list[Bucket]:
+        """Segments grouped by length, made once per step and window.
+
+        Args:
+            window: positions that a query sees; 0: all.
+            alone: one segment a bucket.
+        """
+        key = (window, alone)
+        if key not in self._buckets:
+            seen = [min(length, window) if window else length for length in self.lengths]
+            groups = group_by_length(seen, alone=alone)
+            self._buckets[key] = [self._bucket(rows, seen[rows[-1]], window) for rows in groups]
+        return self._buckets[key]
+
+    def _bucket(self, rows: list[int], longest: int, window: int) -> Bucket:
+        device = self.tables_SM.device
+        rows_S = torch.tensor(rows, device=device)
+        lengths_S1 = self.lengths_S[rows_S, None].long()
+        first_S1 = (lengths_S1 - window).clamp(min=0) if window else torch.zeros_like(lengths_S1)
+        position_SL = lengths_S1 - longest + torch.arange(longest, device=device)
+        visible_SL = position_SL >= first_S1
+        # Clamped, so that only a sequence's own positions are ever read: others may hold NaN.
+        position_SL = position_SL.maximum(first_S1)
+        blocks_SL = self.tables_SM[rows_S].long().gather(1, position_SL // self.block_size)
+        mask = None if len(rows) == 1 else visible_SL[:, None, None]
+        return Bucket(rows_S, blocks_SL, position_SL % self.block_size, mask)
 
 
-def build_step(batch: Batch, *, block_size: int, device: torch.device) -> StepInput:
-    """Turn a batch into tensors."""
-    segments = batch.segments
-    starts = np.array([s.start for s in segments], np.int64)
-    counts = np.array([s.num_tokens for s in segments], np.int64)
-    ends = counts.cumsum()
-    num_chunks = int((counts > 1).sum())
-    token_ids: list[int] = []
-    for s in segments:
-        token_ids += s.seq.token_ids[s.start : s.start + s.num_tokens]
-    positions_T = np.arange(int(ends[-1])) + np.repeat(starts - (ends - counts), counts)
-    widest = max(len(s.block_table) for s in segments)
-    tables = np.zeros((len(segments), widest), np.int32)
-    for row, s in enumerate(segments):
-        tables[row, : len(s.block_table)] = s.block_table
-    segment_T = np.repeat(np.arange(len(segments)), counts)
-    block_T = tables[segment_T, positions_T // block_size].astype(np.int64)
-    wanted = np.array([s.sample for s in segments], bool)
+def group_by_length(lengths: Sequence[int], *, alone: bool) -> Iterator[list[int]]:
+    """Indices of segments of similar length, each group in ascending order of length."""
+    group: list[int] = []
+    total = 0
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
+        padded = (len(group) + 1) * lengths[index]
+        total += lengths[index]
+        if group and (alone or padded > MAX_PADDING * total or padded > MAX_BUCKET_POSITIONS):
+            yield group
+            group, total = [], lengths[index]
+        group.append(index)
+    if group:
+        yield group
 
-    def put(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(device)
 
-    return StepInput(
-        token_ids_T=put(np.array(token_ids, np.int64)),
-        positions_T=put(positions_T),
-        block_T=put(block_T),
-        offset_T=put(positions_T % block_size),
-        chunks=tuple(
-            Chunk(
-                first=int(ends[i] - counts[i]),
-                last=int(ends[i]),
-                start=int(starts[i]),
-                blocks_M=put(
-                    tables[i, : -(-int(starts[i] + counts[i]) // block_size)].astype(np.int64)
-                ),
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionPlan:
+    """What attention needs to know of a step. Built once, used by all layers.
+
+    Attributes:
+        num_tokens: T.
+        kv_rows_R: where keys and values go, from `KVPool.rows`.
+        chunks: segments of several tokens.
+        singles: single-token segments, if any.
+    """
+
+    num_tokens: int
+    kv_rows_R: Tensor
+    chunks: tuple[Chunk, ...]
+    singles: Singles | None
+
+
+class DecodeAttention(Protocol):
+    """Attention of one query per sequence over its history, over block tables."""
+
+    def __call__(
+        self, q_SNH: Tensor, kv: LayerKV, singles: Singles, *, scale: float, window: int = 0
+    ) -> Tensor:
+        """(S, N, H) of the queries' dtype.
+
+        Args:
+            q_SNH: queries.
+            kv: the layer's memory; the queries' own keys and values are in it.
+            singles: block tables and lengths.
+            scale: of the scores.
+            window: positions that a query sees, its own included; 0: all.
+        """
+        ...
+
+
+class Attention:
+    """Attention of one model on one device.
+
+    Args:
+        deterministic: each segment is computed as if it were alone.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        deterministic: bool = False,
+    ) -> None:
+        self.scale = head_size**-0.5
+        self.deterministic = deterministic
+        self.decode: DecodeAttention = partial(torch_decode_attention, alone=deterministic)
+        num_groups = num_heads // num_kv_heads
+        if native.supports(
+            dtype=dtype, device=device, num_groups=num_groups, head_size=head_size
+        ):
+            self.decode = native_decode_attention
+
+    def __call__(
+        self,
+        q_TNH: Tensor,
+        k_TKH: Tensor,
+        v_TKH: Tensor,
+        kv: LayerKV,
+        plan: AttentionPlan,
+        *,
+        window: int = 0,
+    ) -> Tensor:
+        """Write the step's keys and values, then attend. (T, N, H), contiguous."""
+        kv.write(plan.kv_rows_R, k_TKH, v_TKH)
+        out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+        for chunk in plan.chunks:
+            q, k, v = (x[chunk.begin : chunk.end] for x in (q_TNH, k_TKH, v_TKH))
+            out_TNH[chunk.begin : chunk.end] = self._chunk(q, k, v, kv, chunk, window)
+        if plan.singles is not None:
+            first = plan.num_tokens - len(plan.singles.lengths)
+            out_TNH[first:] = self.decode(
+                q_TNH[first:], kv, plan.singles, scale=self.scale, window=window
             )
-            for i in range(num_chunks)
-        ),
-        num_chunk_tokens=int(ends[num_chunks - 1]) if num_chunks else 0,
-        tables_SM=put(np.ascontiguousarray(tables[num_chunks:])),
-        lengths_S=put((starts[num_chunks:] + 1).astype(np.int32)),
-        sampled=put((ends - 1)[wanted]),
-    )
+        return out_TNH
 
-
-def attend(
-    q_TNH: Tensor,
-    k_TKH: Tensor,
-    v_TKH: Tensor,
-    kv: LayerKV,
-    step: StepInput,
-    *,
-    window: int,
-    alone: bool = False,
-) -> Tensor:
-    """Causal attention of a step's tokens; stores their keys and values first.
-
-    Args:
-        q_TNH: queries, rotated.
-        k_TKH: keys, rotated.
-        v_TKH: values.
-        kv: the layer's pool.
-        step: see `StepInput`.
-        window: positions that a token sees, its own included; 0: all.
-        alone: no sequence is padded to another's length (deterministic mode).
-
-    Returns:
-        (T, N, H).
-    """
-    kv.write(step.block_T, step.offset_T, k_TKH, v_TKH)
-    out_TNH = torch.empty_like(q_TNH)
-    for chunk in step.chunks:
-        rows = slice(chunk.first, chunk.last)
-        if chunk.start == 0:
-            keys, values = k_TKH[rows].transpose(0, 1), v_TKH[rows].transpose(0, 1)
+    def _chunk(
+        self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, chunk: Chunk, window: int
+    ) -> Tensor:
+        """(Q, N, H) of one chunk."""
+        if self.deterministic:  # equal memory alignment, whatever lies before it in the batch
+            q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
+        q_NQH = q.transpose(0, 1)
+        if chunk.blocks_M is None:
+            k_KLH, v_KLH, first = k.transpose(0, 1), v.transpose(0, 1), 0
         else:
-            keys, values = kv.gather(chunk.blocks_M, chunk.start + chunk.last - chunk.first)
-        out_TNH[rows] = chunk_attention(
-            q_TNH[rows].transpose(0, 1), keys, values, start=chunk.start, window=window
-        ).transpose(0, 1)
-    if step.num_chunk_tokens < q_TNH.shape[0]:
-        out_TNH[step.num_chunk_tokens :] = decode_attention(
-            q_TNH[step.num_chunk_tokens :],
-            kv,
-            step.tables_SM,
-            step.lengths_S,
-            window=window,
-            bucket=1 if alone else BUCKET_SEQS,
+            first = max(0, chunk.start - window + 1) if window else 0
+            end = chunk.start + chunk.end - chunk.begin
+            k_KLH, v_KLH = kv.read(chunk.blocks_M, first, end)
+        out_NQH = prefill_attention(
+            q_NQH, k_KLH, v_KLH, start=chunk.start - first, scale=self.scale, window=window
         )
-    return out_TNH
+        return out_NQH.transpose(0, 1)
 
 
-def chunk_attention(
-    q_NLH: Tensor, k_KLH: Tensor, v_KLH: Tensor, *, start: int, window: int
+def prefill_attention(
+    q_NQH: Tensor, k_KLH: Tensor, v_KLH: Tensor, *, start: int, scale: float, window: int = 0
 ) -> Tensor:
-    """One sequence's chunk over its history and itself.
+    """Causal attention of a run of queries whose first one stands at key `start`. (N, Q, H).
 
     Args:
-        q_NLH: queries at positions `[start, start + L)`.
-        k_KLH: keys at positions `[0, start + L)`.
-        v_KLH: values at the same.
-        start: position of the first query.
-        window: see `attend`.
-
-    Returns:
-        (N, L, H).
+        q_NQH: queries.
+        k_KLH: keys, L = start + Q.
+        v_KLH: values.
+        start: keys before the first query.
+        scale: of the scores.
+        window: positions that a query sees, its own included; 0: all.
     """
-    groups = q_NLH.shape[0] // k_KLH.shape[0]
-    k_NLH, v_NLH = (x.repeat_interleave(groups, 0) if groups > 1 else x for x in (k_KLH, v_KLH))
-    num_queries, num_keys = q_NLH.shape[1], k_KLH.shape[1]
-    causal = start == 0 and (window == 0 or window >= num_keys)
-    mask = None if causal else causal_mask(num_queries, num_keys, window, q_NLH.device)
-    return F.scaled_dot_product_attention(
-        q_NLH[None], k_NLH[None], v_NLH[None], attn_mask=mask, is_causal=causal
+    num_queries = q_NQH.shape[1]
+    attend = partial(_attend, scale=scale)
+    if start == 0 and (window == 0 or window >= num_queries):
+        return attend(q_NQH, k_KLH, v_KLH, is_causal=True)
+    tiles: list[Tensor] = []
+    for begin in range(0, num_queries, QUERY_TILE):
+        end = min(begin + QUERY_TILE, num_queries)
+        first = max(0, start + begin - window + 1) if window else 0
+        keys = slice(first, start + end)
+        mask_QL = causal_mask(
+            range(start + begin - first, start + end - first), window, q_NQH.device
+        )
+        tiles.append(attend(q_NQH[:, begin:end], k_KLH[:, keys], v_KLH[:, keys], mask=mask_QL))
+    return tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=1)
+
+
+def causal_mask(positions: range, window: int, device: torch.device) -> Tensor:
+    """(Q, L): which keys [0, positions.stop) the queries at these positions see."""
+    query_Q1 = torch.arange(positions.start, positions.stop, device=device)[:, None]
+    key_L = torch.arange(positions.stop, device=device)
+    seen_QL = key_L <= query_Q1
+    return seen_QL & (key_L > query_Q1 - window) if window else seen_QL
+
+
+def _attend(
+    q_NQH: Tensor,
+    k_KLH: Tensor,
+    v_KLH: Tensor,
+    *,
+    scale: float,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    return scaled_dot_product_attention(
+        q_NQH[None],
+        k_KLH[None],
+        v_KLH[None],
+        attn_mask=mask,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=q_NQH.shape[0] != k_KLH.shape[0],
     )[0]
 
 
-def causal_mask(num_queries: int, num_keys: int, window: int, device: torch.device) -> Tensor:
-    """True where the last `num_queries` of `num_keys` positions may look."""
-    query = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
-    key = torch.arange(num_keys, device=device)[None, :]
-    seen = key <= query
-    return seen & (key > query - window) if window else seen
-
-
-BUCKET_SEQS = 32
-"""Sequences that the torch code pads to a common length."""
-
-
-def decode_attention(
-    q_SNH: Tensor,
-    kv: LayerKV,
-    tables_SM: Tensor,
-    lengths_S: Tensor,
-    *,
-    window: int,
-    bucket: int = BUCKET_SEQS,
+def native_decode_attention(
+    q_SNH: Tensor, kv: LayerKV, singles: Singles, *, scale: float, window: int = 0
 ) -> Tensor:
-    """One query token per sequence over its history, by the native kernel where there is one.
-
-    Args:
-        q_SNH: queries.
-        kv: the layer's pool.
-        tables_SM: int32 block tables.
-        lengths_S: int32 positions, the query's own included.
-        window: see `attend`.
-        bucket: sequences padded to a common length where there is no kernel.
-
-    Returns:
-        (S, N, H).
-    """
-    num_heads, head_size = q_SNH.shape[1:]
-    if native.supports(
-        dtype=q_SNH.dtype,
-        device=q_SNH.device,
-        num_groups=num_heads // kv.k_BKPH.shape[1],
-        head_size=head_size,
-    ):
-        return native.decode_attention(
-            q_SNH.contiguous(), *kv, tables_SM, lengths_S, scale=head_size**-0.5, window=window
-        )
-    return torch_decode_attention(q_SNH, kv, tables_SM, lengths_S, window=window, bucket=bucket)
+    """`DecodeAttention` by the native kernel: exact lengths, no copy of the history."""
+    return native.decode_attention(
+        q_SNH.contiguous(),
+        kv.k_BKPH,
+        kv.v_BKPH,
+        singles.tables_SM,
+        singles.lengths_S,
+        scale=scale,
+        window=window,
+    )
 
 
 def torch_decode_attention(
     q_SNH: Tensor,
     kv: LayerKV,
-    tables_SM: Tensor,
-    lengths_S: Tensor,
+    singles: Singles,
     *,
-    window: int,
-    bucket: int = BUCKET_SEQS,
+    scale: float,
+    window: int = 0,
+    alone: bool = False,
 ) -> Tensor:
-    """As `decode_attention`, in torch: sequences of similar length are gathered and padded
-    together.
+    """`DecodeAttention` by torch: sequences of similar length are gathered and computed together.
+
+    Args:
+        q_SNH: queries.
+        kv: the layer's memory.
+        singles: block tables and lengths.
+        scale: of the scores.
+        window: positions that a query sees, its own included; 0: all.
+        alone: one sequence at a time, so that a result does not depend on the others.
     """
-    out_SNH = torch.empty_like(q_SNH)
-    order = torch.argsort(lengths_S)
-    block_size = kv.k_BKPH.shape[2]
-    for rows in order.split(bucket):
-        lengths = lengths_S[rows]
-        longest = int(lengths.max())
-        blocks = tables_SM[rows, : -(-longest // block_size)].long()
-        out_SNH[rows] = _padded_attention(q_SNH[rows], kv, blocks, lengths, longest, window)
+    out_SNH = torch.empty_like(q_SNH, memory_format=torch.contiguous_format)
+    for bucket in singles.buckets(window, alone=alone):
+        # Indexing around a slice: (S, L, K, H).
+        k_SKLH, v_SKLH = (
+            pool_BKPH[bucket.blocks_SL, :, bucket.offsets_SL].transpose(1, 2) for pool_BKPH in kv
+        )
+        out_SN1H = scaled_dot_product_attention(
+            q_SNH[bucket.rows_S][:, :, None],
+            k_SKLH,
+            v_SKLH,
+            attn_mask=bucket.visible_S11L,
+            scale=scale,
+            enable_gqa=q_SNH.shape[1] != k_SKLH.shape[1],
+        )
+        out_SNH[bucket.rows_S] = out_SN1H[:, :, 0]
     return out_SNH
-
-
-def _padded_attention(
-    q_SNH: Tensor, kv: LayerKV, blocks_SM: Tensor, lengths_S: Tensor, longest: int, window: int
-) -> Tensor:
-    num_seqs, num_heads, head_size = q_SNH.shape
-    num_kv_heads = kv.k_BKPH.shape[1]
-
-    def gather(pool_BKPH: Tensor) -> Tensor:
-        picked_SMKPH = pool_BKPH[blocks_SM]
-        flat = picked_SMKPH.transpose(1, 2).reshape(num_seqs, num_kv_heads, -1, head_size)
-        return flat[:, :, :longest]
-
-    key = torch.arange(longest, device=q_SNH.device)[None, :]
-    seen_SL = key < lengths_S[:, None]
-    if window:
-        seen_SL = seen_SL & (key >= lengths_S[:, None] - window)
-    # The query heads of a group are the rows of one small matrix, so keys are not repeated.
-    q_SKGH = q_SNH.reshape(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_size)
-    out_SKGH = F.scaled_dot_product_attention(
-        q_SKGH, gather(kv.k_BKPH), gather(kv.v_BKPH), attn_mask=seen_SL[:, None, None, :]
-    )
-    return out_SKGH.reshape(num_seqs, num_heads, head_size)

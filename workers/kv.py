@@ -1,49 +1,48 @@
-"""KV memory as tensors. Which block belongs to whom is `schedulers.blocks`' business.
+"""KV memory as tensors: one pool of blocks per layer.
 
-Legend: B blocks, K key-value heads, P positions per block, H head size, T tokens of a step.
+Legend: B blocks, K key-value heads, P positions per block, H head size, T tokens, L positions.
+
+A block of one head is one contiguous run of P x H values, so a kernel that reads a sequence's
+history reads long runs. Which block belongs to whom is `schedulers.blocks`' affair; here are only
+the numbers.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+_AS_INTEGERS = {4: np.uint32, 2: np.uint16}
+
 
 class LayerKV(NamedTuple):
-    """Keys and values of one layer. A block's positions of one head lie side by side."""
+    """Keys and values of one layer."""
 
     k_BKPH: Tensor
     v_BKPH: Tensor
 
-    def write(self, block_T: Tensor, offset_T: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> None:
-        """Store the keys and values of a step's tokens in their slots."""
-        self.k_BKPH[block_T, :, offset_T] = k_TKH
-        self.v_BKPH[block_T, :, offset_T] = v_TKH
+    def write(self, rows_R: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> None:
+        """Store keys and values of tokens; `rows_R` is from `KVPool.rows`, with R = T x K."""
+        head_size = self.k_BKPH.shape[-1]
+        self.k_BKPH.view(-1, head_size).index_copy_(0, rows_R, k_TKH.reshape(-1, head_size))
+        self.v_BKPH.view(-1, head_size).index_copy_(0, rows_R, v_TKH.reshape(-1, head_size))
 
-    def gather(self, blocks_M: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the first `length` positions of one sequence: two of (K, length, H)."""
-        num_kv_heads, head_size = self.k_BKPH.shape[1], self.k_BKPH.shape[3]
-
-        def take(pool_BKPH: Tensor) -> Tensor:
-            picked = pool_BKPH.index_select(0, blocks_M).transpose(0, 1)
-            return picked.reshape(num_kv_heads, -1, head_size)[:, :length]
-
-        return take(self.k_BKPH), take(self.v_BKPH)
+    def read(self, blocks_B: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values at positions [begin, end) of the sequence with that block table, each of
+        shape (K, L, H).
+        """
+        return _gather(self.k_BKPH, blocks_B, begin, end), _gather(
+            self.v_BKPH, blocks_B, begin, end
+        )
 
 
 class KVPool:
-    """The pool of all layers.
+    """KV memory of one engine.
 
-    Args:
-        num_layers: layers with keys and values.
-        num_blocks: blocks.
-        block_size: positions per block.
-        num_kv_heads: heads.
-        head_size: per head.
-        dtype: of keys and values.
-        device: where.
+    Untouched blocks take no memory on a CPU: the system maps a page when it is first written.
     """
 
     def __init__(
@@ -51,16 +50,40 @@ class KVPool:
         *,
         num_layers: int,
         num_blocks: int,
-        block_size: int,
         num_kv_heads: int,
+        block_size: int,
         head_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.block_size = block_size
+        """Raises RuntimeError, MemoryError or torch.OutOfMemoryError when the device has not that
+        much.
+        """
         shape = (num_blocks, num_kv_heads, block_size, head_size)
-        # Not zeroed: untouched pages cost nothing, and no position is read before it is written.
-        self.layers = [
-            LayerKV(*(torch.empty(shape, dtype=dtype, device=device) for _ in range(2)))
+        self.num_kv_heads = num_kv_heads
+        self.block_size = block_size
+        self.layers = tuple(
+            LayerKV(_zeros(shape, dtype, device), _zeros(shape, dtype, device))
             for _ in range(num_layers)
-        ]
+        )
+
+    def rows(self, blocks_T: np.ndarray, offsets_T: np.ndarray) -> np.ndarray:
+        """Rows of a layer's memory, seen as (B x K x P, H), where the heads of each token go."""
+        heads_K = np.arange(self.num_kv_heads)
+        rows_TK = (blocks_T[:, None] * self.num_kv_heads + heads_K) * self.block_size
+        return (rows_TK + offsets_T[:, None]).reshape(-1)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # numpy's zeros are untouched pages of the system; torch's are written.
+    return torch.from_numpy(np.zeros(shape, _AS_INTEGERS[dtype.itemsize])).view(dtype)
+
+
+def _gather(pool_BKPH: Tensor, blocks_B: Tensor, begin: int, end: int) -> Tensor:
+    _, num_kv_heads, block_size, head_size = pool_BKPH.shape
+    first = begin // block_size
+    some_BKPH = pool_BKPH.index_select(0, blocks_B[first : -(-end // block_size)])
+    all_KLH = some_BKPH.transpose(0, 1).reshape(num_kv_heads, -1, head_size)
+    return all_KLH[:, begin - first * block_size : end - first * block_size]

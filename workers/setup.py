@@ -70,6 +70,17 @@ def default_memory_bytes(device: str, weights_bytes: int) -> int:
     return weights_bytes + psutil.virtual_memory().available // 2
 
 
+def device_memory_bytes(device: str) -> int:
+    """All memory of a device, of which a share such as 50% is taken."""
+    if device.startswith("cuda"):
+        import torch
+
+        return torch.cuda.get_device_properties(device).total_memory
+    import psutil
+
+    return psutil.virtual_memory().total
+
+
 def size_engine(info: ModelInfo, options: EngineOptions) -> EngineSetup:
     """Sizes for a model on its device.
 

@@ -40,10 +40,10 @@ class FakeRunner:
 
     @property
     def pending(self) -> list[Any]:
-        from storage.shards import Shard
+        from storage.shards import Shard, Span
 
         return [
-            Shard(index=index, spans=(), num_rows=10, est_tokens=100)
+            Shard(index, (Span(0, 0, 10 * index, 10 * index + 10, 0),), 100)
             for index in range(self.num_shards)
         ]
 
@@ -71,17 +71,27 @@ class FakeRunner:
         self.stopped.append(reason)
 
 
-def run(runner: FakeRunner) -> Any:
-    """The final state of the flow over a runner."""
+def flow_over(runner: FakeRunner) -> Any:
+    """The flow with a runner of ours."""
     from flows.prefect_flow import make_flow
-    from flows.spec import JobSpec
 
     @contextmanager
-    def make_runner(spec: JobSpec, progress: Any) -> Iterator[Any]:
+    def make_runner(spec: Any, progress: Any) -> Iterator[Any]:
         progress.start(total_rows=30)
         yield runner
 
-    return make_flow(make_runner)(JobSpec.model_validate(SPEC), return_state=True)
+    return make_flow(make_runner)
+
+
+def job() -> Any:
+    from flows.spec import JobSpec
+
+    return JobSpec.model_validate(SPEC)
+
+
+def run(runner: FakeRunner) -> Any:
+    """The final state of the flow over a runner."""
+    return flow_over(runner)(job(), return_state=True)
 
 
 def recorded(kind: str, flow_run_id: Any) -> list[Any]:
@@ -109,6 +119,8 @@ def test_flow_has_one_task_run_per_shard_and_artifacts() -> None:
     assert state.message == "29 ok, 1 error of 30 rows"
     assert sorted(runner.submitted) == [0, 1, 2]
     flow_run_id = state.state_details.flow_run_id
+    names = {run.name for run in recorded("task runs", flow_run_id)}
+    assert names == {f"shard-0000{index} (10 rows)" for index in range(3)}
     artifacts = {artifact.type: artifact for artifact in recorded("artifacts", flow_run_id)}
     assert artifacts.keys() == {"progress", "table", "markdown"}
     assert "29 ok, 1 error" in artifacts["markdown"].data
@@ -125,6 +137,15 @@ def test_broken_run_fails_its_shard_and_the_flow() -> None:
     state = run(FakeRunner({"ok": 20}, broken=frozenset({1})))
     assert state.is_failed()
     assert "the device is gone" in state.message
+
+
+def test_c25_exit_status_is_that_of_the_flows_state() -> None:
+    from flows.prefect_flow import run_as_flow
+
+    assert run_as_flow(job(), flow_over(FakeRunner({"ok": 30}))) == 0
+    assert run_as_flow(job(), flow_over(FakeRunner({"error": 30}))) == 1
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        run_as_flow(job(), flow_over(FakeRunner({"ok": 20}, broken=frozenset({1}))))
 
 
 def test_spec_is_the_form() -> None:

@@ -27,6 +27,7 @@ class ModelInfo:
         activation_bytes_per_token: upper estimate of scratch memory per token of a batch.
         logits_bytes_per_seq: scratch memory per sampled sequence.
         num_parameters: for FLOP counts (2 x parameters per token).
+        scratch_bytes: upper estimate of scratch memory whatever the batch.
     """
 
     name: str
@@ -40,6 +41,7 @@ class ModelInfo:
     activation_bytes_per_token: int
     logits_bytes_per_seq: int
     num_parameters: int
+    scratch_bytes: int = 0
 
 
 class Segment(NamedTuple):

@@ -1,41 +1,44 @@
-"""The backend of our own: torch on CPU, CUDA and MPS."""
+"""The backend that is ours: torch on a CPU or GPU.
+
+`execute` is: integers of the step (numpy), the model (tensors), one batched draw. Everything runs
+in inference mode, on the calling thread.
+"""
 
 from __future__ import annotations
 
-import gc
-from pathlib import Path
-from typing import Literal
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from schedulers.view import SeqId
-from workers.attention import build_step
+from workers.attention import MAX_BUCKET_POSITIONS, QUERY_TILE
 from workers.backends.base import Batch, ModelInfo
-from workers.errors import BackendError, DeviceOutOfMemory, ModelError
+from workers.errors import BackendError, DeviceOutOfMemory, InternalError
 from workers.kv import KVPool
 from workers.loading.files import ModelFiles
 from workers.models.config import ModelConfig
-from workers.models.layers import CausalLM, ModelWeights
-from workers.models.registry import read_config
-from workers.models.weights import load_weights
+from workers.models.decoder import Model
+from workers.models.device import DeviceName, DtypeName, pick_device, pick_dtype
+from workers.models.registry import find_family
+from workers.models.step import build_step
+from workers.models.weights import check_weights, load_weights, unique_tensors
 from workers.request import Sampled
 from workers.sampling import BatchSampler
 
-DeviceName = Literal["auto", "cpu", "cuda", "mps"]
-DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_log = logging.getLogger(__name__)
 
 
 class TorchBackend:
-    """Runs a model of ours. Made by `load`."""
+    """Executes batches with torch. Made by `load`."""
 
-    def __init__(self, model: CausalLM, info: ModelInfo) -> None:
-        self.info = info
-        self._model: CausalLM | None = model
-        self._device = model.weights.embedding_VD.device
+    def __init__(self, model: Model, info: ModelInfo, device: torch.device) -> None:
+        self._model: Model | None = model
+        self._info = info
+        self._device = device
         self._pool: KVPool | None = None
-        self._sampler = BatchSampler(model.config.vocab_size, info.eos_token_ids, self._device)
+        self._sampler = BatchSampler(info.vocab_size, info.eos_token_ids, device)
 
     @classmethod
     def load(
@@ -49,65 +52,58 @@ class TorchBackend:
         """Load a model's weights.
 
         Args:
-            files: the model.
-            device: `auto` takes CUDA, else MPS, else the CPU.
-            dtype: `auto` takes bfloat16 where the hardware computes with it, else float32 (CPU) or
+            files: the checked folder.
+            device: `auto` takes a GPU where there is one.
+            dtype: `auto` takes bfloat16 where the hardware multiplies it, else float32 (CPU) or
                 float16 (GPU).
-            deterministic: a row's logits do not depend on what else is in its batch.
+            deterministic: a row's result does not depend, to the bit, on what else is in its
+                batch, at some cost.
 
         Raises:
-            ModelError: unsupported model, damaged weights, or a device or dtype that is not to be
-                had.
-            DeviceOutOfMemory: the weights do not fit.
+            ModelError: the architecture, the device or the number format is not supported, or the
+                weights do not belong to config.json.
+            DeviceOutOfMemory: the device does not hold the weights.
         """
-        config = read_config(files.config)
-        chosen = choose_device(device)
-        kind = choose_dtype(dtype, chosen)
-        try:
-            weights = load_weights(files.weight_files, config, dtype=kind, device=chosen)
-        except torch.OutOfMemoryError as error:
-            raise DeviceOutOfMemory(f"the weights of {files.name} do not fit: {error}") from error
-        model = CausalLM(config, weights, deterministic=deterministic)
-        return cls(model, _info(files, config, weights, kind, chosen))
+        place = pick_device(device)
+        number = pick_dtype(dtype, place)
+        family = find_family(files.config)
+        config = family.read_config(files.config)
+        outline = family.build(config, dtype=number, device=torch.device("meta"))
+        check_weights(files.weight_files, outline.places(), is_ignored=outline.is_ignored)
+        with _translated(f"loading {files.name}"):
+            model = family.build(config, dtype=number, device=place, deterministic=deterministic)
+            load_weights(files.weight_files, model.places())
+        info = _describe(files, model, number, place)
+        _log.info("%s: %d parameters, %s on %s", info.name, info.num_parameters, number, place)
+        return cls(model, info, place)
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
 
     def allocate(self, *, num_blocks: int, block_size: int) -> None:
-        model = self._open_model()
-        config = model.config
-        try:
+        config = self._loaded().config
+        self._pool = None  # before the new one takes memory
+        with _translated(f"reserving {num_blocks} KV blocks of {block_size} positions"):
             self._pool = KVPool(
                 num_layers=config.num_layers,
                 num_blocks=num_blocks,
-                block_size=block_size,
                 num_kv_heads=config.num_kv_heads,
+                block_size=block_size,
                 head_size=config.head_size,
-                dtype=model.weights.embedding_VD.dtype,
+                dtype=getattr(torch, self._info.dtype),
                 device=self._device,
             )
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            raise DeviceOutOfMemory(f"{num_blocks} KV blocks do not fit: {error}") from error
 
     def execute(self, batch: Batch) -> tuple[Sampled, ...]:
-        model, pool = self._open_model(), self._pool
+        model, pool = self._loaded(), self._pool
         if pool is None:
-            raise BackendError("allocate was not called")
-        try:
-            with torch.inference_mode():
-                step = build_step(batch, block_size=pool.block_size, device=self._device)
-                logits_SV = model.forward(step, pool)
-                sampling = [segment.seq for segment in batch.segments if segment.sample]
-                return self._sampler.sample(logits_SV, sampling) if sampling else ()
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            self._after_out_of_memory()
-            raise DeviceOutOfMemory(f"a batch of {batch.num_tokens} tokens: {error}") from error
-        except RuntimeError as error:
-            # torch's CPU allocator has no exception type of its own.
-            if "DefaultCPUAllocator" in str(error):
-                raise DeviceOutOfMemory(f"a batch of {batch.num_tokens} tokens: {error}") from error
-            raise BackendError(f"a batch of {batch.num_tokens} tokens failed: {error}") from error
-
-    def _after_out_of_memory(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+            raise InternalError("execute was called before allocate")
+        seqs = [segment.seq for segment in batch.segments if segment.sample]
+        with _translated(f"a batch of {batch.num_tokens} tokens"), torch.inference_mode():
+            step = build_step(batch, pool, self._device)
+            logits_SV = model.logits(step, pool)
+            return self._sampler.sample(logits_SV.float(), seqs)
 
     def forget(self, seq_id: SeqId) -> None:
         self._sampler.forget(seq_id)
@@ -115,94 +111,79 @@ class TorchBackend:
     def close(self) -> None:
         self._model = None
         self._pool = None
-        gc.collect()
-        self._after_out_of_memory()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
-    def _open_model(self) -> CausalLM:
+    def _loaded(self) -> Model:
         if self._model is None:
-            raise BackendError("the backend is closed")
+            raise InternalError("the backend is closed")
         return self._model
 
 
-def choose_device(name: DeviceName) -> torch.device:
-    """The device that a name stands for.
-
-    Raises:
-        ModelError: this machine has none of that kind.
-    """
-    has = {
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-        "cpu": True,
-    }
-    if name == "auto":
-        return torch.device(next(kind for kind, there in has.items() if there))
-    if not has[name]:
-        raise ModelError(
-            f"device {name!r} was asked for, but this machine has none; use --device auto"
-        )
-    return torch.device(name)
-
-
-def choose_dtype(name: DtypeName, device: torch.device) -> torch.dtype:
-    """The dtype that a name stands for on a device.
-
-    Raises:
-        ModelError: float16 on a CPU, which computes it slowly and overflows.
-    """
-    if name == "float16" and device.type == "cpu":
-        raise ModelError("float16 is not supported on a CPU; use bfloat16 or float32")
-    if name != "auto":
-        return _DTYPES[name]
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    if device.type == "mps":
-        return torch.float16
-    return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
-
-
-def cpu_has_bfloat16() -> bool:
-    """Whether the processor multiplies bfloat16 matrices itself (AVX512-BF16 or AMX)."""
+@contextmanager
+def _translated(what: str) -> Iterator[None]:
+    """Give torch's errors our names."""
     try:
-        words = set(Path("/proc/cpuinfo").read_text().split())
-    except OSError:
-        return False
-    return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise DeviceOutOfMemory(f"out of memory in {what}: {error}") from error
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise DeviceOutOfMemory(f"out of memory in {what}: {error}") from error
+        raise BackendError(f"torch failed in {what}: {error}") from error
 
 
-def _info(
-    files: ModelFiles,
-    config: ModelConfig,
-    weights: ModelWeights,
-    dtype: torch.dtype,
-    device: torch.device,
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether torch's CPU allocator gave up. It raises a plain RuntimeError, so that its text is
+    all there is to go by; on GPUs the type says it (`torch.OutOfMemoryError`).
+    """
+    return "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+def activation_bytes_per_token(config: ModelConfig, itemsize: int) -> int:
+    """Upper estimate of scratch memory per token: what one layer has alive at once, counted as if
+    its two halves were alive together, plus the step's integers.
+    """
+    attended = config.num_heads * config.head_size
+    heads = attended + 2 * config.num_kv_heads * config.head_size
+    values = 6 * config.hidden_size + 4 * heads + 3 * attended + 5 * config.intermediate_size
+    integers = 16 * (8 + config.num_kv_heads)
+    return itemsize * values + integers
+
+
+def scratch_bytes(config: ModelConfig, itemsize: int) -> int:
+    """Upper estimate of scratch memory whatever the batch: the history of one chunk's sequence as
+    it is gathered, and its mask; or one bucket of single-token segments.
+    """
+    position_bytes = 2 * config.num_kv_heads * config.head_size * itemsize
+    chunk = config.max_model_len * (2 * position_bytes + QUERY_TILE * (2 + itemsize))
+    bucket_positions = max(MAX_BUCKET_POSITIONS, config.max_model_len)
+    return max(chunk, bucket_positions * (2 * position_bytes + 24))
+
+
+def _describe(
+    files: ModelFiles, model: Model, dtype: torch.dtype, device: torch.device
 ) -> ModelInfo:
-    num_parameters = sum(tensor.numel() for tensor in _tensors(weights))
-    item = dtype.itemsize
-    # At the widest point of a layer: the residual, its norm, gate, up and their product, and q, k,
-    # v with their rotated copies; doubled for what the libraries pack.
-    widest = 3 * config.hidden_size + 4 * config.intermediate_size
-    heads = 4 * (config.num_heads + 2 * config.num_kv_heads) * config.head_size
+    config = model.config
+    tensors = unique_tensors(model.places())
+    size = dtype.itemsize
+    eos_token_ids = frozenset(i for i in files.eos_token_ids if i < config.vocab_size)
+    if not eos_token_ids:
+        _log.warning(
+            "%s names no end-of-sequence token: completions end at max_tokens or a stop string",
+            files.name,
+        )
     return ModelInfo(
         name=files.name,
         vocab_size=config.vocab_size,
         max_model_len=config.max_model_len,
-        eos_token_ids=files.eos_token_ids,
+        eos_token_ids=eos_token_ids,
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
-        weights_bytes=num_parameters * item,
-        kv_bytes_per_token=2 * config.num_layers * config.num_kv_heads * config.head_size * item,
-        activation_bytes_per_token=2 * (widest + heads) * item,
-        logits_bytes_per_seq=config.vocab_size * (4 * 3 + item),
-        num_parameters=num_parameters,
+        weights_bytes=sum(tensor.numel() * size for tensor in tensors),
+        kv_bytes_per_token=2 * config.num_layers * config.num_kv_heads * config.head_size * size,
+        activation_bytes_per_token=activation_bytes_per_token(config, size),
+        scratch_bytes=scratch_bytes(config, size),
+        logits_bytes_per_seq=(size + 3 * 4) * config.vocab_size,
+        num_parameters=sum(tensor.numel() for tensor in tensors),
     )
-
-
-def _tensors(weights: ModelWeights) -> list[torch.Tensor]:
-    """Every weight once; a tied head is the embedding itself."""
-    found = [weights.embedding_VD, weights.norm_D]
-    if weights.head_VD is not weights.embedding_VD:
-        found.append(weights.head_VD)
-    for layer in weights.layers:
-        found += [t for name in layer.__slots__ if (t := getattr(layer, name)) is not None]
-    return found

@@ -13,6 +13,7 @@ def read_config(architecture: str, reader: ConfigReader) -> ModelConfig:
         "attention_bias": bias,
         "output_bias": bias,
         "qk_norm": True,
+        "head_size": reader.integer("head_dim", 128),
         "windows": qwen_windows(reader),
     }
     return ModelConfig(architecture=architecture, **shared)

@@ -69,13 +69,30 @@ def plan(**changes: Any) -> JobPlan:
     return JobPlan(**{**values, **changes})
 
 
+def test_c15_plan_counts_prompts_that_are_too_long() -> None:
+    found = looked_at([("a", {"text": "w " * 99}), ("b", {"text": "w " * 98})])
+    lines = dict(plan_lines(plan(survey=found)))
+    assert lines["too long"].startswith("1 of 2 looked at; the model takes 100 tokens")
+    assert "too long" not in dict(plan_lines(plan()))
+
+
+def test_long_example_shows_head_and_tail() -> None:
+    console = Console(width=200)
+    found = looked_at([("r", {"text": "head " + "x " * 2000 + "tail"})])
+    with console.capture() as capture:
+        console.print(render_plan(plan(survey=found)))
+    assert "say head x" in capture.get()
+    assert "characters ...]" in capture.get()
+    assert "x tail" in capture.get()
+
+
 @given(st.lists(st.integers(0, 5000), max_size=60))
 def test_every_length_is_in_exactly_one_bin(lengths: list[int]) -> None:
     bins = histogram(lengths)
-    assert [item.count for item in bins] == [
+    assert [item.num_prompts for item in bins] == [
         sum(item.low <= length <= item.high for length in lengths) for item in bins
     ]
-    assert sum(item.count for item in bins) == len(lengths)
+    assert sum(item.num_prompts for item in bins) == len(lengths)
     assert all(first.high + 1 == second.low for first, second in pairwise(bins))
 
 

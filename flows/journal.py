@@ -1,0 +1,183 @@
+"""What a run keeps: ledger, telemetry and catalogue, behind one object with one writing thread."""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
+
+from flows.estimate import estimate_cost
+from flows.model import Model
+from flows.prepare import PreparedJob
+from flows.summary import JobSummary
+from schedulers.memory import MemoryPlan
+from storage.catalogue import Catalogue
+from storage.ledger import Ledger
+from storage.record import JobRecord
+from storage.results import ResultColumns
+from storage.shards import Shard, cut_shards
+from storage.telemetry import TelemetryWriter
+from storage.writer import ShardSummary, ShardWriter
+from workers.request import StepRecord
+
+CATALOGUE_S = 10.0
+"""Seconds between updates of the DuckDB file while a run goes on."""
+
+
+class Journal:
+    """The files of one run's output. Made by `open`; written by the collector's thread."""
+
+    def __init__(
+        self, job: PreparedJob, ledger: Ledger, *, clock: Callable[[], float]
+    ) -> None:
+        self._job = job
+        self._clock = clock
+        self.ledger = ledger
+        self.run_id = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:6]}"
+        self._steps = TelemetryWriter(ledger.store, "steps", self.run_id)
+        folder = ledger.store.local_path("")
+        self._catalogue = None if folder is None else Catalogue(folder, job.dataset)
+        self._catalogue_due_s = clock()
+        self._writers: dict[int, ShardWriter] = {}
+        self._open_counts: Counter[str] = Counter()
+        self.warnings: list[str] = []
+        self.memory: MemoryPlan | None = None
+        self._started_s = clock()
+
+    @classmethod
+    def open(
+        cls,
+        job: PreparedJob,
+        model: Model,
+        *,
+        clock: Callable[[], float],
+        on_step: Callable[[str], None] = lambda _: None,
+    ) -> Journal:
+        """Claim the output of a job.
+
+        Raises:
+            OutputMismatch, OutputInUse, OutputError: see `storage.ledger`.
+        """
+        spec = job.spec
+        identity = job.fingerprint(model)
+
+        def make_record() -> JobRecord:
+            cost = estimate_cost(job, model)
+            return JobRecord(
+                job_id=uuid.uuid4().hex[:12],
+                created=datetime.now(UTC).isoformat(timespec="seconds"),
+                spec=spec.model_dump(mode="json"),
+                generation=identity.generation,
+                output=identity.output,
+                columns=ResultColumns(
+                    kept=spec.keep_columns,
+                    logprobs=spec.sampling.logprobs is not None,
+                    samples=spec.sampling.n > 1,
+                ),
+                shards=cut_shards(
+                    job.dataset, cost=cost, target_tokens=spec.shard_tokens, limit=spec.limit
+                ),
+            )
+
+        opened = Ledger.open(
+            spec.output,
+            dataset=job.dataset,
+            generation=identity.generation,
+            output=identity.output,
+            make_record=make_record,
+            overwrite=spec.overwrite,
+            on_step=on_step,
+        )
+        journal = cls(job, opened.ledger, clock=clock)
+        journal._update_catalogue()
+        return journal
+
+    # -- what there is ------------------------------------------------------------------------------
+
+    @property
+    def total_rows(self) -> int:
+        return self.ledger.record.total_rows
+
+    def pending(self) -> list[Shard]:
+        """Shards to work on, and the writers of those that were begun, for `earlier_rows`."""
+        return self.ledger.pending(retry_errors=self._job.spec.retry_errors)
+
+    def earlier_rows(self, pending: list[Shard]) -> Mapping[str, int]:
+        """Rows by status that need no work in this run."""
+        counts: Counter[str] = Counter()
+        open_shards = {shard.index for shard in pending}
+        for index, summary in self.ledger.committed.items():
+            if index not in open_shards:
+                counts.update(summary.by_status)
+        begun = {
+            name.rsplit("/", 1)[-1] for name in self.ledger.store.list_folders("_checkpoints")
+        }
+        for shard in pending:
+            if shard.name in begun or shard.index in self.ledger.committed:
+                counts.update(self.writer(shard).counts())
+        return counts
+
+    def writer(self, shard: Shard) -> ShardWriter:
+        """The one writer of a shard."""
+        if shard.index not in self._writers:
+            self._writers[shard.index] = self.ledger.writer(shard)
+        return self._writers[shard.index]
+
+    # -- what happens -------------------------------------------------------------------------------
+
+    def add_step(self, step: StepRecord) -> None:
+        self._steps.add(asdict(step))
+
+    def committed(self, summary: ShardSummary) -> None:
+        """A shard was committed."""
+        del self._writers[summary.index]
+        self.ledger.note_committed(summary)
+        if self._clock() >= self._catalogue_due_s:
+            self._update_catalogue()
+
+    def tick(self) -> None:
+        """Called after every checkpoint."""
+        self.ledger.beat()
+        self._steps.flush()
+
+    def close(self) -> None:
+        """Write what is left, bring the catalogue up to date and give the output back."""
+        self._steps.flush(force=True)
+        self._update_catalogue()
+        self.ledger.release()
+
+    def _update_catalogue(self) -> None:
+        if self._catalogue is None:
+            return
+        warning = self._catalogue.rebuild(self.ledger)
+        if warning is not None and warning not in self.warnings:
+            self.warnings.append(warning)
+        self._catalogue_due_s = self._clock() + CATALOGUE_S
+
+    def summary(self, *, stopped: str | None, rate: float) -> JobSummary:
+        """The job's end, from its markers and the parts of open shards."""
+        by_status: Counter[str] = Counter()
+        by_reason: Counter[str] = Counter()
+        prompt = completion = 0
+        for marker in self.ledger.committed.values():
+            by_status.update(marker.by_status)
+            by_reason.update(marker.by_finish_reason)
+            prompt += marker.prompt_tokens
+            completion += marker.completion_tokens
+        for writer in self._writers.values():
+            if writer.shard.index not in self.ledger.committed:
+                by_status.update(writer.counts())
+        return JobSummary(
+            total_rows=self.total_rows,
+            by_status=dict(by_status),
+            by_finish_reason=dict(by_reason),
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            elapsed_s=self._clock() - self._started_s,
+            tokens_per_s=rate,
+            output=self._job.spec.output,
+            complete=len(self.ledger.committed) == len(self.ledger.shards),
+            stopped=stopped,
+        )

@@ -1,0 +1,126 @@
+"""A lease in the output: one run at a time."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import orjson
+
+from storage.errors import OutputInUse
+from storage.objects import ObjectStore
+
+LEASE = "_lease.json"
+STALE_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who holds a lease, and when it last showed a sign of life (seconds since the epoch)."""
+
+    owner: str
+    pid: int
+    host: str
+    heartbeat_s: float
+
+
+class Lease:
+    """Held while a run writes. A holder that is gone (its process on this host, or its heartbeat
+    elsewhere) is replaced.
+
+    Args:
+        store: the output.
+        owner: unique for this run.
+        wall_clock: seconds since the epoch.
+    """
+
+    def __init__(self, store: ObjectStore, owner: str, wall_clock: Callable[[], float]) -> None:
+        self._store = store
+        self._owner = owner
+        self._wall_clock = wall_clock
+        self._beaten_s = 0.0
+
+    def acquire(self) -> None:
+        """Take the lease.
+
+        Raises:
+            OutputInUse: another run holds it; says which.
+        """
+        for _ in range(2):
+            if self._store.create(LEASE, self._data()):
+                self._beaten_s = self._wall_clock()
+                return
+            data = self._store.read_or_none(LEASE)
+            if data is None:
+                continue
+            holder, now_s = _parse(data), self._wall_clock()
+            if holder is not None and not _is_gone(holder, now_s):
+                age_s = now_s - holder.heartbeat_s
+                raise OutputInUse(
+                    f"{self._store.url} is being written by process {holder.pid} on "
+                    f"{holder.host} (last sign of life {age_s:.0f} s ago); wait for it, or stop it"
+                )
+            self._store.delete(LEASE)
+        raise OutputInUse(f"{self._store.url}: another run took the lease at the same moment")
+
+    def beat(self, *, every_s: float = 15.0) -> None:
+        """Show that the run is alive, not more often than `every_s`.
+
+        Raises:
+            OutputInUse: another run has taken the lease (this one seemed to be gone).
+        """
+        now_s = self._wall_clock()
+        if now_s - self._beaten_s >= every_s:
+            data = self._store.read_or_none(LEASE)
+            holder = None if data is None else _parse(data)
+            if holder is not None and holder.owner != self._owner:
+                raise OutputInUse(
+                    f"{self._store.url} was taken over by process {holder.pid} on {holder.host}"
+                )
+            self._store.write(LEASE, self._data())
+            self._beaten_s = now_s
+
+    def release(self) -> None:
+        """Give it back, if it is still ours."""
+        data = self._store.read_or_none(LEASE)
+        holder = None if data is None else _parse(data)
+        if holder is not None and holder.owner == self._owner:
+            self._store.delete(LEASE)
+
+    def _data(self) -> bytes:
+        holder = Holder(self._owner, os.getpid(), socket.gethostname(), self._wall_clock())
+        return orjson.dumps(asdict(holder))
+
+
+def living_holder(store: ObjectStore, wall_clock: Callable[[], float]) -> Holder | None:
+    """The run that seems to be writing to an output; None when there is none."""
+    data = store.read_or_none(LEASE)
+    holder = None if data is None else _parse(data)
+    return None if holder is None or _is_gone(holder, wall_clock()) else holder
+
+
+def _parse(data: bytes) -> Holder | None:
+    """The holder that a lease names; None when it is damaged, and so nobody's."""
+    try:
+        return Holder(**orjson.loads(data))
+    except (orjson.JSONDecodeError, TypeError):
+        return None
+
+
+def _is_gone(holder: Holder, now_s: float) -> bool:
+    """Its process has ended, if it is on this host; else its heartbeat is old."""
+    if holder.host == socket.gethostname() and not _process_lives(holder.pid):
+        return True
+    return now_s - holder.heartbeat_s > STALE_S
+
+
+def _process_lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,143 @@
+"""What an output holds, read from its record, markers and parts: `flows status`, from any machine."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+import pyarrow.parquet as pq
+
+from storage.errors import InputError
+from storage.lease import Holder, living_holder
+from storage.objects import ObjectStore
+from storage.record import JobRecord
+from storage.writer import ShardSummary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobStatus:
+    """Where a job stands.
+
+    Attributes:
+        job_id: of the output.
+        total_rows: rows of the job.
+        committed_rows: rows in committed shards.
+        checkpointed_rows: rows in the parts of open shards.
+        total_shards: shards of the plan.
+        done_shards: shards with a marker.
+        by_status: committed and checkpointed rows by status.
+        by_finish_reason: the same by finish reason.
+        prompt_tokens: of these rows.
+        completion_tokens: of these rows.
+        lease: who is writing to the output now, if anybody.
+        spec: the job as it was given.
+    """
+
+    job_id: str
+    total_rows: int
+    committed_rows: int
+    checkpointed_rows: int
+    total_shards: int
+    done_shards: int
+    by_status: Mapping[str, int]
+    by_finish_reason: Mapping[str, int]
+    prompt_tokens: int
+    completion_tokens: int
+    lease: Holder | None
+    spec: Mapping[str, Any]
+
+    @property
+    def done_rows(self) -> int:
+        return self.committed_rows + self.checkpointed_rows
+
+    @property
+    def complete(self) -> bool:
+        return self.done_shards == self.total_shards
+
+
+def read_status(
+    url: str,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    wall_clock: Callable[[], float] = time.time,
+) -> JobStatus:
+    """Read an output's status. Writes nothing; may be called while a run goes on.
+
+    Raises:
+        InputError: there is no job at that place.
+    """
+    store = ObjectStore(url, storage_options=storage_options)
+    data = store.read_or_none("job.json")
+    if data is None:
+        raise InputError(f"{url!r} holds no job (it has no job.json)")
+    record = JobRecord.from_bytes(data, store.path("job.json"))
+    markers = [_marker(store, name) for name in store.list("_markers")]
+    committed = {marker.index for marker in markers if marker is not None}
+    tally = _Tally()
+    for marker in markers:
+        if marker is not None:
+            tally.add_marker(marker)
+    checkpointed = 0
+    for shard in record.shards:
+        if shard.index not in committed:
+            checkpointed += tally.add_parts(store, f"_checkpoints/{shard.name}")
+    return JobStatus(
+        job_id=record.job_id,
+        total_rows=record.total_rows,
+        committed_rows=sum(marker.num_rows for marker in markers if marker is not None),
+        checkpointed_rows=checkpointed,
+        total_shards=len(record.shards),
+        done_shards=len(committed),
+        by_status=dict(tally.by_status),
+        by_finish_reason=dict(tally.by_finish_reason),
+        prompt_tokens=tally.prompt_tokens,
+        completion_tokens=tally.completion_tokens,
+        lease=living_holder(store, wall_clock),
+        spec=record.spec,
+    )
+
+
+class _Tally:
+    """Sums over markers and parts."""
+
+    def __init__(self) -> None:
+        self.by_status: Counter[str] = Counter()
+        self.by_finish_reason: Counter[str] = Counter()
+        self.prompt_tokens = 0
+        self.completion_tokens = 0
+
+    def add_marker(self, marker: ShardSummary) -> None:
+        self.by_status.update(marker.by_status)
+        self.by_finish_reason.update(marker.by_finish_reason)
+        self.prompt_tokens += marker.prompt_tokens
+        self.completion_tokens += marker.completion_tokens
+
+    def add_parts(self, store: ObjectStore, folder: str) -> int:
+        """Count the rows of a shard's parts, each once."""
+        seen: set[int] = set()
+        columns = ["__ordinal", "status", "finish_reason", "prompt_tokens", "completion_tokens"]
+        for name in store.list(folder):
+            try:
+                with store.fs.open(store.path(name), "rb") as handle:
+                    rows = pq.ParquetFile(handle).read(columns=columns).to_pylist()
+            except FileNotFoundError:
+                continue  # its shard was committed, or its parts merged, while we looked
+            for row in rows:
+                if row["__ordinal"] in seen:
+                    continue
+                seen.add(row["__ordinal"])
+                self.by_status[row["status"]] += 1
+                if row["finish_reason"] is not None:
+                    self.by_finish_reason[row["finish_reason"]] += 1
+                self.prompt_tokens += row["prompt_tokens"]
+                self.completion_tokens += row["completion_tokens"]
+        return len(seen)
+
+
+def _marker(store: ObjectStore, name: str) -> ShardSummary | None:
+    data = store.read_or_none(name)
+    return None if data is None else ShardSummary.from_json(orjson.loads(data))
