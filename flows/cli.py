@@ -119,7 +119,7 @@ def _spec(flat: dict[str, Any], job: Path | None) -> JobSpec:
 
 
 def _run_local(spec: JobSpec, console: Console) -> int:
-    from flows.progress import console_progress, shown, summary_table
+    from flows.display import console_progress, shown, summary_table
     from flows.runner import run_job
     from flows.signals import StopOnSignal
 

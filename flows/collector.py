@@ -1,15 +1,16 @@
 """From results to committed rows: the only thread of a run that writes.
 
-It detokenises, hands result rows to the shard writers, checkpoints every few seconds, commits a shard
-when its last row has come, and keeps the telemetry. So nothing of this is on the engine's path, and
-every table on disk has one writer.
+It detokenises, hands result rows to the shard writers, checkpoints every few seconds, commits a
+shard when its last row has come, and keeps the telemetry. So nothing of this is on the engine's
+path, and every table on disk has one writer.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -87,7 +88,13 @@ class Collector:
         self._finishing = True
 
     def run(self) -> None:
-        """Collect until `finish`."""
+        """Collect until `finish`; afterwards nobody can put any more, and nobody waits for room."""
+        try:
+            self._run()
+        finally:
+            self._outbox.stop()
+
+    def _run(self) -> None:
         due_s = self._clock() + self._checkpoint_s
         while True:
             finishing = self._finishing  # read before the queue, so that nothing slips between
@@ -134,7 +141,7 @@ class Collector:
         del self._shards[shard.shard.index]
         summary = shard.writer.close()
         self._journal.committed(summary)
-        if not shard.committed.done():  # it is when the run is ending
+        with suppress(InvalidStateError):  # the run is ending, and it was released
             shard.committed.set_result(summary)
 
     def _checkpoint(self) -> None:

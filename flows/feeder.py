@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
+from flows.errors import JobFailed
 from flows.prompts import PromptRenderer, Rendered
 from flows.queues import Outbox, RequestQueue, RowRef, Stopped
 from storage.rows import Row
@@ -36,7 +37,7 @@ class Encoder(Protocol):
     ) -> list[list[int]]: ...
 
 
-class PromptTooLong(Exception):
+class PromptTooLong(JobFailed):
     """A prompt exceeds the model's length and the job says `on_too_long: fail`."""
 
 

@@ -29,9 +29,7 @@ CATALOGUE_S = 10.0
 class Journal:
     """The files of one run's output. Made by `open`; written by the collector's thread."""
 
-    def __init__(
-        self, job: PreparedJob, ledger: Ledger, *, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, job: PreparedJob, ledger: Ledger, *, clock: Callable[[], float]) -> None:
         self._job = job
         self._clock = clock
         self.ledger = ledger
@@ -111,9 +109,7 @@ class Journal:
         for index, summary in self.ledger.committed.items():
             if index not in open_shards:
                 counts.update(summary.by_status)
-        begun = {
-            name.rsplit("/", 1)[-1] for name in self.ledger.store.list_folders("_checkpoints")
-        }
+        begun = {name.rsplit("/", 1)[-1] for name in self.ledger.store.list_folders("_checkpoints")}
         for shard in pending:
             if shard.name in begun or shard.index in self.ledger.committed:
                 counts.update(self.writer(shard).counts())
@@ -144,9 +140,11 @@ class Journal:
 
     def close(self) -> None:
         """Write what is left, bring the catalogue up to date and give the output back."""
-        self._steps.flush(force=True)
-        self._update_catalogue()
-        self.ledger.release()
+        try:
+            self._steps.flush(force=True)
+            self._update_catalogue()
+        finally:
+            self.ledger.release()
 
     def _update_catalogue(self) -> None:
         if self._catalogue is None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from flows.estimate import token_cost
 from flows.prepare import PreparedJob, prepare
 from flows.sampling import resolve_sampling
-from flows.schema_check import check_schema
 from flows.shape import ModelShape, model_shape
 from flows.summary import duration
 from flows.survey import Survey, histogram, survey
@@ -83,7 +82,6 @@ def plan_job(spec: JobSpec) -> JobPlan:
     from workers.loading.tokenizer import Tokenizer
 
     job = prepare(spec)
-    check_schema(spec)
     files = resolve_model(spec.model, revision=spec.revision)
     tokenizer = Tokenizer.load(files)
     sampling = resolve_sampling(spec.sampling, files.generation_config)

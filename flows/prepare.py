@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from flows.fingerprint import Fingerprint, fingerprint
 from flows.model import Model
 from flows.prompts import PromptRenderer, check_columns
+from flows.schema_check import check_schema
 from flows.spec import JobSpec
+from storage.rows import check_unique_ids
 from storage.source import Dataset, open_dataset
 
 
@@ -47,6 +49,8 @@ def prepare(spec: JobSpec) -> PreparedJob:
     """
     dataset = open_dataset(spec.input, id_column=spec.id_column)
     check_columns(spec, dataset.schema)
-    return PreparedJob(
-        spec=spec, dataset=dataset, renderer=PromptRenderer(spec, dataset.schema)
-    )
+    renderer = PromptRenderer(spec, dataset.schema)
+    check_schema(spec)
+    if spec.id_column is not None:
+        check_unique_ids(dataset)
+    return PreparedJob(spec=spec, dataset=dataset, renderer=renderer)

@@ -1,4 +1,4 @@
-"""Progress of a run: fed with counts, shown as a live display on a terminal, else as log lines.
+"""Progress of a run: fed with counts, told in log lines, snapshots and hooks.
 
 Theory of operation. The threads of a run call `add_rows` and `add_step`; both only count, under one
 lock. `tick`, called by a thread of `running()` every second, decides what is due: a line every
@@ -14,24 +14,26 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-from flows.summary import BAD_STATUSES, JobSummary, duration, ordered
-
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+from flows.summary import BAD_STATUSES, duration
 
 WINDOW_S = 30.0
 """Rates are taken over that long."""
+
+STALL_S = 60.0
+"""A run in which no row finishes for that long says so."""
 
 
 class RowLike(Protocol):
     """What is counted of a result row; `storage.results.ResultRow` has it."""
 
-    status: str
-    finish_reason: str | None
-    prompt_tokens: int
-    completion_tokens: int
+    @property
+    def status(self) -> str: ...
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def completion_tokens(self) -> int: ...
 
 
 class StepLike(Protocol):
@@ -39,6 +41,8 @@ class StepLike(Protocol):
 
     @property
     def phase(self) -> str: ...
+    @property
+    def num_prefill_tokens(self) -> int: ...
     @property
     def num_decode_tokens(self) -> int: ...
     @property
@@ -61,6 +65,7 @@ class Snapshot:
         waiting: sequences that wait for it.
         rows_per_s: over the last seconds.
         tokens_per_s: generated tokens, over the last seconds.
+        prefill_tokens_per_s: prompt tokens computed, over the last seconds.
         eta_s: seconds to the end at this run's pace; None when unknown.
         elapsed_s: since the start of the run.
         since_finished_s: since a row finished (or since the start of the rows).
@@ -76,6 +81,7 @@ class Snapshot:
     waiting: int
     rows_per_s: float
     tokens_per_s: float
+    prefill_tokens_per_s: float
     eta_s: float | None
     elapsed_s: float
     since_finished_s: float
@@ -87,14 +93,16 @@ class Snapshot:
 
     def line(self) -> str:
         """The log line of a run without a terminal."""
-        total = "?" if self.total_rows is None else str(self.total_rows)
+        if self.total_rows is None:
+            return f"{self.phase}: {duration(self.elapsed_s)} so far"
         percent = f" ({self.fraction:.1%})" if self.total_rows else ""
         bad = sum(self.by_status.get(status, 0) for status in BAD_STATUSES)
         faults = f", {bad} bad" if bad else ""
         eta = "unknown" if self.eta_s is None else duration(self.eta_s)
         return (
-            f"{self.phase}: {self.done_rows}/{total} rows{percent}{faults}, "
-            f"{self.completion_tokens} tokens, {self.tokens_per_s:.1f} tok/s, ETA {eta}, "
+            f"{self.phase}: {self.done_rows}/{self.total_rows} rows{percent}{faults}, "
+            f"{self.completion_tokens} tokens, {self.tokens_per_s:.1f} tok/s "
+            f"(prompts {self.prefill_tokens_per_s:.0f} tok/s), ETA {eta}, "
             f"in flight {self.in_flight}, waiting {self.waiting}"
         )
 
@@ -105,6 +113,15 @@ class _Sample(NamedTuple):
     at_s: float
     rows: int
     tokens: int
+    prefill_tokens: int
+
+
+class _Rates(NamedTuple):
+    """Per second, over the window."""
+
+    rows: float
+    tokens: float
+    prefill_tokens: float
 
 
 @dataclass(slots=True)
@@ -118,6 +135,7 @@ class _Counts:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     generated_tokens: int = 0
+    prefill_tokens: int = 0
     in_flight: int = 0
     waiting: int = 0
     finished_s: float | None = None
@@ -135,10 +153,10 @@ class Progress:
         hooks: called with a snapshot at every `tick`.
 
     Example:
-        >>> progress = Progress(clock=lambda: 0.0)
-        >>> progress.start(total_rows=10)
-        >>> progress.snapshot().line()
-        'running: 0/10 rows (0.0%), 0 tokens, 0.0 tok/s, ETA unknown, in flight 0, waiting 0'
+        >>> progress = Progress(write=print)
+        >>> with progress.running():
+        ...     progress.start(total_rows=10)
+        ...     progress.add_rows(rows)  # doctest: +SKIP
     """
 
     def __init__(
@@ -147,7 +165,7 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
         write: Callable[[str], None] | None = None,
         interval_s: float = 5.0,
-        stall_s: float = 60.0,
+        stall_s: float = STALL_S,
         hooks: Sequence[Callable[[Snapshot], None]] = (),
     ) -> None:
         self._clock = clock
@@ -198,6 +216,7 @@ class Progress:
             counts = self._counts
             counts.phase = step.phase
             counts.generated_tokens += step.num_decode_tokens
+            counts.prefill_tokens += step.num_prefill_tokens
             counts.in_flight = step.num_running
             counts.waiting = step.num_waiting
 
@@ -242,13 +261,14 @@ class Progress:
     def _sample(self) -> None:
         now_s, counts = self._clock(), self._counts
         tokens = max(counts.generated_tokens, counts.completion_tokens)
-        self._samples.append(_Sample(now_s, counts.by_status.total(), tokens))
+        rows = counts.by_status.total()
+        self._samples.append(_Sample(now_s, rows, tokens, counts.prefill_tokens))
         while len(self._samples) > 2 and self._samples[1].at_s <= now_s - WINDOW_S:
             self._samples.popleft()
 
     def _snapshot(self) -> Snapshot:
         now_s, counts = self._clock(), self._counts
-        rows_per_s, tokens_per_s = self._rates()
+        rates = self._rates()
         finished_s = self._started_s if counts.finished_s is None else counts.finished_s
         return Snapshot(
             phase=counts.phase,
@@ -259,21 +279,24 @@ class Progress:
             completion_tokens=counts.completion_tokens,
             in_flight=counts.in_flight,
             waiting=counts.waiting,
-            rows_per_s=rows_per_s,
-            tokens_per_s=tokens_per_s,
+            rows_per_s=rates.rows,
+            tokens_per_s=rates.tokens,
+            prefill_tokens_per_s=rates.prefill_tokens,
             eta_s=self._eta_s(now_s),
             elapsed_s=now_s - self._started_s,
             since_finished_s=now_s - finished_s,
         )
 
-    def _rates(self) -> tuple[float, float]:
+    def _rates(self) -> _Rates:
         if len(self._samples) < 2:
-            return 0.0, 0.0
+            return _Rates(0.0, 0.0, 0.0)
         first, last = self._samples[0], self._samples[-1]
-        span_s = last.at_s - first.at_s
-        if span_s <= 0:
-            return 0.0, 0.0
-        return (last.rows - first.rows) / span_s, (last.tokens - first.tokens) / span_s
+        span_s = max(last.at_s - first.at_s, 1e-9)
+        return _Rates(
+            (last.rows - first.rows) / span_s,
+            (last.tokens - first.tokens) / span_s,
+            (last.prefill_tokens - first.prefill_tokens) / span_s,
+        )
 
     def _eta_s(self, now_s: float) -> float | None:
         """At the pace of this run as a whole: steadier than the window's."""
@@ -307,71 +330,3 @@ class Progress:
             f"no row finished for {snapshot.since_finished_s:.0f} s, "
             f"in flight = {snapshot.in_flight}"
         )
-
-
-def console_progress(console: Console, *, interval_s: float = 5.0) -> Progress:
-    """Progress that writes lines, unless the console is a terminal, where `shown` draws it."""
-    if console.is_terminal:
-        return Progress()
-
-    def write(line: str) -> None:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-    return Progress(write=write, interval_s=interval_s)
-
-
-@contextmanager
-def shown(progress: Progress, console: Console) -> Generator[Progress]:
-    """Run and show: a live display on a terminal, log lines elsewhere."""
-    if not console.is_terminal:
-        with progress.running():
-            yield progress
-        return
-    from rich.live import Live
-
-    with (
-        progress.running(),
-        Live(
-            get_renderable=lambda: render(progress.snapshot(), stall_s=60.0),
-            console=console,
-            refresh_per_second=4,
-            transient=True,
-        ),
-    ):
-        yield progress
-
-
-def render(snapshot: Snapshot, *, stall_s: float) -> RenderableType:
-    """The live display: a bar and two lines."""
-    from rich.console import Group
-    from rich.progress_bar import ProgressBar
-    from rich.text import Text
-
-    counts = ", ".join(f"{count} {status}" for status, count in ordered(snapshot.by_status))
-    total = "?" if snapshot.total_rows is None else str(snapshot.total_rows)
-    eta = "unknown" if snapshot.eta_s is None else duration(snapshot.eta_s)
-    lines = [
-        Text(f"{snapshot.phase}  {snapshot.done_rows}/{total} rows  ETA {eta}", style="bold"),
-        ProgressBar(total=snapshot.total_rows or 1, completed=snapshot.done_rows, width=60),
-        Text(
-            f"{snapshot.completion_tokens:,} tokens  {snapshot.tokens_per_s:.1f} tok/s  "
-            f"in flight {snapshot.in_flight}  waiting {snapshot.waiting}  "
-            f"{duration(snapshot.elapsed_s)}  {counts}"
-        ),
-    ]
-    if snapshot.total_rows is not None and snapshot.since_finished_s >= stall_s:
-        stalled = f"no row finished for {snapshot.since_finished_s:.0f} s"
-        lines.append(Text(stalled, style="yellow"))
-    return Group(*lines)
-
-
-def summary_table(summary: JobSummary) -> RenderableType:
-    """The table at the end of a run."""
-    from rich.table import Table
-
-    table = Table(show_header=False, title="Result", title_justify="left")
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for name, value in summary.lines():
-        table.add_row(name, value)
-    return table

@@ -12,10 +12,10 @@ from there.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -32,17 +32,25 @@ from flows.sampling import resolve_sampling
 from flows.spec import JobSpec
 from flows.summary import JobSummary
 from flows.threads import ThreadGroup
+from flows.watchdog import Watchdog, WatchedBackend
 from storage.ledger import ShardSummary
 from storage.rows import Row, RowReader
 from storage.shards import Shard
 from workers.engine import Engine
+from workers.errors import BackendError
 from workers.setup import EngineOptions, device_memory_bytes, make_engine
 
 OPEN_SHARDS = 4
-"""Shards in flight: enough that the engine never waits for a commit."""
+"""Shards in flight, at least: enough that the engine never waits for a commit."""
+
+OPEN_ROWS = 8192
+"""Rows in flight shards, at least: enough to fill the engine's window however small shards are."""
 
 READY_REQUESTS = 512
 """Requests kept tokenised ahead of the engine."""
+
+STEP_TIMEOUT_S = 600.0
+"""No step takes that long: what does has lost its device."""
 
 
 class JobRunner:
@@ -56,6 +64,7 @@ class JobRunner:
         model: another model than the spec names (tests, benchmarks).
         progress: told of everything.
         clock: seconds, monotonic.
+        step_timeout_s: a step of the engine that takes longer hangs, and ends the run.
 
     Raises:
         SpecError, InputError, OutputMismatch, ModelError: the user's to mend; nothing was started.
@@ -68,16 +77,19 @@ class JobRunner:
         model: Model | None = None,
         progress: Progress | None = None,
         clock: Callable[[], float] = time.monotonic,
+        step_timeout_s: float = STEP_TIMEOUT_S,
     ) -> None:
         self.spec = spec
         self.progress = progress or Progress(clock=clock)
         self._given_model = model
         self._clock = clock
+        self._step_timeout_s = step_timeout_s
         self._threads = ThreadGroup(on_failure=self._interrupt)
         self._requests = RequestQueue(READY_REQUESTS)
         self._outbox: Outbox[Item] = Outbox(4096)
         self._in_flight: dict[str, RowRef] = {}
         self._engine: Engine | None = None
+        self._watchdog: Watchdog | None = None
         self._stopped: str | None = None
 
     # -- start ------------------------------------------------------------------------------------
@@ -88,14 +100,14 @@ class JobRunner:
         self.journal = Journal.open(self.job, self.model, clock=self._clock)
         try:
             self.pending = self.journal.pending()
-            if self.pending:
+            if self.pending and self._stopped is None:
                 self._start()
             self.progress.start(
                 total_rows=self.journal.total_rows,
                 earlier=self.journal.earlier_rows(self.pending),
             )
-        except BaseException:
-            self.journal.close()
+        except BaseException as error:
+            self._leave(error)
             raise
         return self
 
@@ -105,7 +117,7 @@ class JobRunner:
         tokenizer = self.model.load_tokenizer()
         renderer = self.job.renderer.bind(tokenizer)
         sampling = resolve_sampling(self.spec.sampling, self.model.generation_config)
-        backend = self.model.load_backend()
+        backend = WatchedBackend(self.model.load_backend(), clock=self._clock)
         rules = output_rules(self.spec, tokenizer, vocab_size=backend.info.vocab_size)
         self._engine, self.journal.memory = make_engine(
             backend,
@@ -138,7 +150,9 @@ class JobRunner:
             in_flight=self._in_flight,
             grammar=rules.grammar,
         )
+        self._watchdog = Watchdog(backend, step_timeout_s=self._step_timeout_s, clock=self._clock)
         self._threads.start("collector", self._collector.run)
+        self._threads.start("watchdog", self._watch)
         self._threads.start("engine", self._drive)
         self._threads.start("feeder", self._feeder.run)
 
@@ -174,6 +188,24 @@ class JobRunner:
             if self._stopped is not None:
                 self._threads.release(Stopped())
 
+    def _watch(self) -> None:
+        """Wait for a step that hangs, and end the run around it."""
+        assert self._watchdog is not None
+        assert self._engine is not None
+        step = self._watchdog.wait()
+        if step is None:
+            return
+        self._threads.abandon("engine")
+        if self._stopped is None:
+            raise BackendError(
+                f"the device has not come back from a step for "
+                f"{self._clock() - step.started_s:.1f} s ({step.num_tokens} tokens of "
+                f"{step.num_seqs} sequences; {self._engine.num_in_flight} rows in flight). "
+                "Finished rows are kept; run the same command again to go on, with a smaller "
+                "--max-batch-tokens if steps really take that long"
+            )
+        self._threads.release(Stopped())
+
     # -- work -------------------------------------------------------------------------------------
 
     def submit(self, shard: Shard) -> Future[ShardSummary]:
@@ -183,10 +215,14 @@ class JobRunner:
         broke.
         """
         committed: Future[ShardSummary] = Future()
-        opened = OpenShard(shard, self.journal.writer(shard), committed)
         self._threads.watch(committed)
+        if self._engine is None:
+            return committed  # stopped before the start: it has failed already
+        opened = OpenShard(shard, self.journal.writer(shard), committed)
+        has_work = opened.writer.num_missing > 0
         self._collector.open(opened)
-        self._feeder.submit(shard)
+        if has_work:
+            self._feeder.submit(shard)
         return committed
 
     def stop(self, reason: str) -> None:
@@ -199,8 +235,12 @@ class JobRunner:
 
     def _interrupt(self) -> None:
         self._requests.stop()
-        if self._engine is not None:
+        if self._engine is None:
+            self._threads.release(Stopped())
+        else:
             self._engine.stop()
+        if self._watchdog is not None:
+            self._watchdog.stop()
 
     def finish(self) -> JobSummary:
         """Wait for everything that was submitted, end the threads, and sum up.
@@ -220,17 +260,29 @@ class JobRunner:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._leave(error)
+
+    def _leave(self, error: BaseException | None) -> None:
+        """End the threads and give the output back. What broke the run is not hidden by what breaks
+        on the way out.
+        """
         if error is not None:
             self._interrupt()
         self._end_threads()
-        self.journal.close()
+        try:
+            self.journal.close()
+        except OSError:
+            if error is None:
+                raise
 
     def _end_threads(self) -> None:
         """From the first of the chain to the last. Without effect the second time."""
-        if self._engine is None:
+        if self._watchdog is None:
             return
         self._feeder.close()
         self._threads.join("feeder", "engine")
+        self._watchdog.end()
+        self._threads.join("watchdog")
         self._collector.finish()
         self._threads.join("collector")
 
@@ -257,20 +309,20 @@ def run_job(
     with JobRunner(spec, model=model, progress=progress) as runner:
         if on_start is not None:
             on_start(runner)
-        open_shards: list[Future[ShardSummary]] = []
+        open_shards: dict[Future[ShardSummary], int] = {}
         for shard in runner.pending:
-            open_shards.append(runner.submit(shard))
-            if len(open_shards) >= OPEN_SHARDS and not _wait(open_shards.pop(0)):
-                break
-        for committed in open_shards:
-            _wait(committed)
+            while len(open_shards) >= OPEN_SHARDS and sum(open_shards.values()) >= OPEN_ROWS:
+                _settle_one(open_shards)
+            open_shards[runner.submit(shard)] = shard.num_rows
+        while open_shards:
+            _settle_one(open_shards)
         return runner.finish()
 
 
-def _wait(committed: Future[ShardSummary]) -> bool:
-    """Wait for a commit; False when the run ended before it."""
-    try:
-        committed.result()
-    except Stopped:
-        return False
-    return True
+def _settle_one(open_shards: dict[Future[ShardSummary], int]) -> None:
+    """Wait until one shard is committed, or given up because the run is ending."""
+    done, _ = wait(open_shards, return_when=FIRST_COMPLETED)
+    for committed in done:
+        del open_shards[committed]
+        with suppress(Stopped):
+            committed.result()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import Any
 
 from flows.queues import Stopped
@@ -21,6 +22,7 @@ class ThreadGroup:
     def __init__(self, *, on_failure: Callable[[], None]) -> None:
         self._on_failure = on_failure
         self._threads: dict[str, threading.Thread] = {}
+        self._over: dict[str, threading.Event] = {}
         self._failure: BaseException | None = None
         self._watched: list[Future[Any]] = []
         self._lock = threading.Lock()
@@ -28,20 +30,23 @@ class ThreadGroup:
 
     def start(self, name: str, body: Callable[[], None]) -> None:
         """Run `body` in a thread."""
-        thread = threading.Thread(target=self._guarded, args=(body,), name=name, daemon=True)
+        over = self._over[name] = threading.Event()
+        thread = threading.Thread(target=self._guarded, args=(body, over), name=name, daemon=True)
         self._threads[name] = thread
         thread.start()
 
-    def _guarded(self, body: Callable[[], None]) -> None:
+    def _guarded(self, body: Callable[[], None], over: threading.Event) -> None:
         try:
             body()
-        except BaseException as failure:  # kept, and raised to the caller by `raise_failure`
+        except BaseException as failure:  # noqa: BLE001 - `raise_failure` raises it to the caller
             with self._lock:
                 first = self._failure is None
                 self._failure = self._failure or failure
             if first:
                 self._on_failure()
                 self.release(failure)
+        finally:
+            over.set()
 
     def watch(self, future: Future[Any]) -> None:
         """Fail a future when the group fails or is released before it is done."""
@@ -58,14 +63,18 @@ class ThreadGroup:
             self._ended = True
             waiting, self._watched = self._watched, []
         for future in waiting:
-            if not future.done():
+            with suppress(InvalidStateError):  # it was done at this moment
                 future.set_exception(reason)
 
-    def join(self, *names: str, timeout_s: float | None = None) -> bool:
-        """Wait for threads; False when one has not ended in time."""
+    def abandon(self, name: str) -> None:
+        """Wait no longer for a thread that hangs: `join` counts it as ended."""
+        self._over[name].set()
+
+    def join(self, *names: str) -> None:
+        """Wait for threads; those that were never started have ended."""
         for name in names:
-            self._threads[name].join(timeout_s)
-        return not any(self._threads[name].is_alive() for name in names)
+            if name in self._over:
+                self._over[name].wait()
 
     def raise_failure(self) -> None:
         """Raise the first failure, if there was one."""

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from flows.model import open_model
 from flows.prepare import prepare
 from flows.sampling import resolve_sampling
-from flows.schema_check import check_schema
 
 if TYPE_CHECKING:
     from flows.spec import JobSpec
@@ -26,7 +25,6 @@ def validate_job(spec: JobSpec) -> Iterator[str]:
     yield f"input: {job.dataset.num_rows} rows, files: {len(job.dataset.files)}"
     yield f"prompt: reads {columns}"
     if spec.output_schema is not None:
-        check_schema(spec)
         yield "output schema: good"
     model = open_model(spec)
     job.renderer.bind(model.load_tokenizer())

@@ -1,26 +1,46 @@
 """`job.duckdb`: the job in SQL. A view of the Parquet files, rebuilt from them at any time.
 
 DuckDB lets one process write, so the file is opened, written and closed in one go, by the run that
-holds the output. When a reader has it open just then, the run goes on and says so: the Parquet files and
-markers are the truth (C44). A remote output has no such file yet.
+holds the output. When a reader has it open just then, or it is damaged, the run goes on and says
+so: the Parquet files and markers are the truth (C44). A remote output has no such file: without
+httpfs, DuckDB could not read the Parquet files behind its views.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import duckdb
 import orjson
+import pyarrow as pa
 
 from storage.ledger import Ledger
-from storage.results import result_schema
+from storage.results import Status, result_schema
 from storage.source import Dataset
-from storage.writer import ShardSummary
+from storage.telemetry import STEPS
 
 FILE = "job.duckdb"
+MARKED = ("file", "num_bytes", "prompt_tokens", "completion_tokens")
+"""Columns of `shards` that a marker has under the same name."""
+SHARDS = pa.schema(
+    [
+        ("shard", pa.int64()),
+        ("num_rows", pa.int64()),
+        ("est_tokens", pa.int64()),
+        ("committed", pa.bool_()),
+        ("file", pa.string()),
+        ("num_bytes", pa.int64()),
+        ("ok", pa.int64()),
+        ("error", pa.int64()),
+        ("invalid_output", pa.int64()),
+        ("skipped", pa.int64()),
+        ("prompt_tokens", pa.int64()),
+        ("completion_tokens", pa.int64()),
+    ]
+)
 
 Migration = Callable[[duckdb.DuckDBPyConnection], None]
 MIGRATIONS: list[Migration] = []
@@ -64,22 +84,29 @@ class Catalogue:
         """Bring the file up to date with the ledger.
 
         Returns:
-            A warning when another process holds the file; None when all is well.
+            A warning when the file could not be written; None when all is well.
         """
-        for attempt in range(self._tries):
-            try:
-                con = duckdb.connect(str(self._folder / FILE))
-            except duckdb.IOException as fault:
-                if attempt + 1 < self._tries:
-                    self._sleep(0.1 * 2**attempt)
-                    continue
-                return f"{FILE} is open in another process and was not brought up to date: {fault}"
+        try:
+            con = self._connect()
             try:
                 self._write(con, ledger)
             finally:
                 con.close()
-            return None
-        raise AssertionError("unreachable: tries is at least 1")
+        except duckdb.Error as fault:
+            return (
+                f"{FILE} was not brought up to date: {fault}. If no other process has it open, "
+                "delete it; the next run rebuilds it"
+            )
+        return None
+
+    def _connect(self) -> duckdb.DuckDBPyConnection:
+        """Open the file; a few tries while another process holds it."""
+        for attempt in range(self._tries - 1):
+            try:
+                return duckdb.connect(str(self._folder / FILE))
+            except duckdb.IOException:
+                self._sleep(0.1 * 2**attempt)
+        return duckdb.connect(str(self._folder / FILE))
 
     def _write(self, con: duckdb.DuckDBPyConnection, ledger: Ledger) -> None:
         con.begin()
@@ -98,32 +125,32 @@ class Catalogue:
             ],
         )
         con.execute("DELETE FROM shards")
-        con.executemany(
-            f"INSERT INTO shards VALUES ({', '.join('?' * 12)})",  # noqa: S608 - only placeholders
-            [_shard_row(s.index, s.num_rows, s.est_tokens, ledger.committed) for s in record.shards]
-            or [[None] * 12],
-        )
-        con.execute("DELETE FROM shards WHERE shard IS NULL")
-        self._view(con, "results", bool(ledger.committed), _empty(self._dataset, ledger))
+        con.register("planned", _shards_table(ledger))
+        con.execute("INSERT INTO shards FROM planned")
+        con.unregister("planned")
+        results = result_schema(self._dataset.schema, record.columns)
+        self._view(con, "results", bool(ledger.committed), results)
         steps = self._folder / "telemetry" / "steps"
-        self._view(con, "telemetry/steps", any(steps.glob("*.parquet")), _EMPTY_STEPS)
+        self._view(con, "telemetry/steps", any(steps.glob("*.parquet")), STEPS)
         con.commit()
 
     def _view(
-        self, con: duckdb.DuckDBPyConnection, folder: str, filled: bool, empty: Any
+        self, con: duckdb.DuckDBPyConnection, folder: str, filled: bool, schema: pa.Schema
     ) -> None:
         """A view over the Parquet files of a folder, or a typed empty one before there are any."""
-        name = folder.rsplit("/", 1)[-1]
+        name = folder.rpartition("/")[2]
         if filled:
-            files = str((self._folder / folder).resolve() / "*.parquet").replace("'", "''")
-            con.execute(f"CREATE OR REPLACE VIEW {name} AS FROM read_parquet('{files}')")
+            files = f"{_no_glob(str(self._folder.resolve()))}/{folder}/*.parquet"
+            con.execute(f"CREATE OR REPLACE VIEW {name} AS FROM read_parquet({_quoted(files)})")
             return
-        con.register("empty_rows", empty)
+        con.register("empty_rows", schema.empty_table())
         con.execute("CREATE OR REPLACE TEMP TABLE typed AS FROM empty_rows")
-        described = con.execute("DESCRIBE typed").fetchall()
-        columns = ", ".join(f'NULL::{kind} AS "{column}"' for column, kind, *_ in described)
-        con.execute(f"CREATE OR REPLACE VIEW {name} AS SELECT {columns} WHERE false")
         con.unregister("empty_rows")
+        columns = ", ".join(
+            f"""NULL::{kind} AS "{column.replace('"', '""')}\""""
+            for column, kind, *_ in con.execute("DESCRIBE typed").fetchall()
+        )
+        con.execute(f"CREATE OR REPLACE VIEW {name} AS SELECT {columns} WHERE false")
 
 
 def migrate(con: duckdb.DuckDBPyConnection) -> None:
@@ -136,27 +163,25 @@ def migrate(con: duckdb.DuckDBPyConnection) -> None:
             con.execute("INSERT INTO migrations VALUES (?)", [migration.__name__])
 
 
-def _shard_row(
-    index: int, num_rows: int, est_tokens: int, committed: Any
-) -> Sequence[Any]:
-    summary: ShardSummary | None = committed.get(index)
-    if summary is None:
-        return [index, num_rows, est_tokens, False, *[None] * 8]
-    by_status = [summary.by_status.get(s, 0) for s in ("ok", "error", "invalid_output", "skipped")]
-    return [
-        index, num_rows, est_tokens, True, summary.file, summary.num_bytes, *by_status,
-        summary.prompt_tokens, summary.completion_tokens,
-    ]  # fmt: skip
+def _shards_table(ledger: Ledger) -> pa.Table:
+    """The rows of `shards`."""
+    found: list[dict[str, Any]] = []
+    for shard in ledger.shards:
+        row: dict[str, Any] = dict.fromkeys(SHARDS.names)
+        row |= {"shard": shard.index, "num_rows": shard.num_rows, "est_tokens": shard.est_tokens}
+        summary = ledger.committed.get(shard.index)
+        row["committed"] = summary is not None
+        if summary is not None:
+            row |= {status: summary.by_status.get(status, 0) for status in get_args(Status)}
+            row |= {name: getattr(summary, name) for name in MARKED}
+        found.append(row)
+    return pa.Table.from_pylist(found, schema=SHARDS)
 
 
-def _empty(dataset: Dataset, ledger: Ledger) -> Any:
-    return result_schema(dataset.schema, ledger.record.columns).empty_table()
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
 
 
-def _empty_steps() -> Any:
-    from storage.telemetry import STEPS
-
-    return STEPS.empty_table()
-
-
-_EMPTY_STEPS = _empty_steps()
+def _no_glob(path: str) -> str:
+    """A path in which glob characters stand for themselves."""
+    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in path)

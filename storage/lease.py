@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import orjson
+import psutil
 
 from storage.errors import OutputInUse
 from storage.objects import ObjectStore
@@ -18,12 +19,21 @@ STALE_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who holds a lease, and when it last showed a sign of life (seconds since the epoch)."""
+    """Who holds a lease.
+
+    Attributes:
+        owner: unique for a run.
+        pid: its process.
+        host: where that is.
+        heartbeat_s: last sign of life, seconds since the epoch.
+        started_s: when the process began, by its host; tells it from a later one of the same pid.
+    """
 
     owner: str
     pid: int
     host: str
     heartbeat_s: float
+    started_s: float | None = None
 
 
 class Lease:
@@ -48,7 +58,7 @@ class Lease:
         Raises:
             OutputInUse: another run holds it; says which.
         """
-        for _ in range(2):
+        for _ in range(3):
             if self._store.create(LEASE, self._data()):
                 self._beaten_s = self._wall_clock()
                 return
@@ -62,7 +72,7 @@ class Lease:
                     f"{self._store.url} is being written by process {holder.pid} on "
                     f"{holder.host} (last sign of life {age_s:.0f} s ago); wait for it, or stop it"
                 )
-            self._store.delete(LEASE)
+            self._store.take_away(LEASE, data)
         raise OutputInUse(f"{self._store.url}: another run took the lease at the same moment")
 
     def beat(self, *, every_s: float = 15.0) -> None:
@@ -90,7 +100,10 @@ class Lease:
             self._store.delete(LEASE)
 
     def _data(self) -> bytes:
-        holder = Holder(self._owner, os.getpid(), socket.gethostname(), self._wall_clock())
+        pid = os.getpid()
+        holder = Holder(
+            self._owner, pid, socket.gethostname(), self._wall_clock(), _process_start_s(pid)
+        )
         return orjson.dumps(asdict(holder))
 
 
@@ -110,17 +123,17 @@ def _parse(data: bytes) -> Holder | None:
 
 
 def _is_gone(holder: Holder, now_s: float) -> bool:
-    """Its process has ended, if it is on this host; else its heartbeat is old."""
-    if holder.host == socket.gethostname() and not _process_lives(holder.pid):
-        return True
+    """Its process has ended, if it was on this host; else its heartbeat is old."""
+    if holder.host == socket.gethostname():
+        started_s = _process_start_s(holder.pid)
+        if started_s is None or holder.started_s not in (None, started_s):
+            return True
     return now_s - holder.heartbeat_s > STALE_S
 
 
-def _process_lives(pid: int) -> bool:
+def _process_start_s(pid: int) -> float | None:
+    """When a process of this host began; None when there is none."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+        return psutil.Process(pid).create_time()
+    except psutil.NoSuchProcess:
+        return None

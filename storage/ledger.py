@@ -18,24 +18,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import orjson
-
 from storage.errors import OutputError, OutputMismatch
-from storage.lease import Lease
+from storage.lease import LEASE, Lease
+from storage.marker import MARKERS, ShardSummary, count_again, marker_name, read_marker
 from storage.objects import TMP, ObjectStore
+from storage.parts import CHECKPOINTS, parts_folder
 from storage.record import JobRecord, differences
-from storage.results import result_schema
+from storage.results import computed_fields, result_schema
 from storage.shards import Shard
 from storage.source import Dataset
-from storage.writer import ShardSummary, ShardWriter, rewrite_kept
+from storage.writer import ShardWriter, rewrite_kept
 
 JOB = "job.json"
-MARKERS = "_markers"
 RESULTS = "results"
-CHECKPOINTS = "_checkpoints"
 TELEMETRY = "telemetry"
 OWNED_FOLDERS = (MARKERS, RESULTS, CHECKPOINTS, TELEMETRY, TMP)
-OWNED_FILES = ("job.duckdb", "job.duckdb.wal", "report.html", "_lease.json")
+OWNED_FILES = ("job.duckdb", "job.duckdb.wal", "report.html", LEASE)
 
 
 class Opened(NamedTuple):
@@ -111,50 +109,33 @@ class Ledger:
             OutputError: it is a folder of something else, or cannot be written.
         """
         store = ObjectStore(url, storage_options=storage_options)
+        lease = Lease(store, uuid.uuid4().hex, wall_clock)
         try:
-            return cls._open(
-                store, dataset, generation, output, make_record, overwrite, wall_clock, on_step
-            )
+            # Before the lease, so that a refusal leaves no trace; and under it, as another run may
+            # have made the job in between.
+            _refuse_what_is_not_ours(store, generation, overwrite=overwrite)
+            lease.acquire()
         except (PermissionError, NotADirectoryError) as fault:
             raise OutputError(f"the output {url!r} cannot be written: {fault}") from fault
+        try:
+            _refuse_what_is_not_ours(store, generation, overwrite=overwrite)
+            store.delete_drafts()
+            if overwrite:
+                _delete_job(store)
+            record = _read_record(store)
+            resumed = record is not None
+            if record is None:
+                record = make_record()
+                result_schema(dataset.schema, record.columns)  # a name clash is found now
+                store.write(JOB, record.to_bytes())
+            ledger = cls(store, record, dataset, lease, on_step=on_step)
+            ledger._settle(output)
+        except BaseException:
+            lease.release()
+            raise
+        return Opened(ledger, resumed)
 
-    @classmethod
-    def _open(  # noqa: PLR0913 - the arguments of `open`, behind its error handling
-        cls,
-        store: ObjectStore,
-        dataset: Dataset,
-        generation: Mapping[str, Any],
-        output: Mapping[str, Any],
-        make_record: Callable[[], JobRecord],
-        overwrite: bool,
-        wall_clock: Callable[[], float],
-        on_step: Callable[[str], None],
-    ) -> Opened:
-        data = store.read_or_none(JOB)
-        if data is None and not store.is_empty() and not _only_ours(store):
-            raise OutputError(
-                f"{store.url} is not empty and holds no job; give an empty or a new --output"
-            )
-        if data is not None and not overwrite:
-            _refuse_other_job(store, JobRecord.from_bytes(data, store.path(JOB)), generation)
-        lease = Lease(store, uuid.uuid4().hex, wall_clock)
-        lease.acquire()
-        if data is not None and overwrite:
-            _delete_job(store)
-            data = None
-        if data is None:
-            record = make_record()
-            result_schema(dataset.schema, record.columns)  # a name clash is found now
-            store.write(JOB, record.to_bytes())
-            return Opened(cls(store, record, dataset, lease, on_step=on_step), resumed=False)
-        record = JobRecord.from_bytes(data, store.path(JOB))
-        ledger = cls(store, record, dataset, lease, on_step=on_step)
-        if differences(record.output, output):
-            ledger._rewrite(output)
-        return Opened(ledger, resumed=True)
-
-    # -- what there is to do
-    # ------------------------------------------------------------------------
+    # -- what there is to do -----------------------------------------------------------------
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -176,14 +157,17 @@ class Ledger:
 
         return [shard for shard in self.shards if wanted(shard)]
 
-    def writer(self, shard: Shard) -> ShardWriter:
-        """Opens a shard for writing; of a committed shard, its error rows are to be computed again."""
+    def writer(self, shard: Shard, *, retry_errors: bool = False) -> ShardWriter:
+        """Opens a shard for writing. Error rows of a committed shard are to be computed again, and
+        with `retry_errors` those of an open one too.
+        """
         return ShardWriter(
             self.store,
             shard,
             self._dataset,
             self.record.columns,
             committed=self._committed.get(shard.index),
+            retry_errors=retry_errors,
             on_step=self._on_step,
         )
 
@@ -192,31 +176,87 @@ class Ledger:
         self._committed[summary.index] = summary
 
     def beat(self) -> None:
-        """Show that the run is alive."""
+        """Show that the run is alive.
+
+        Raises:
+            OutputInUse: another run has taken the output.
+        """
         self._lease.beat()
 
     def release(self) -> None:
         """Give the output back."""
         self._lease.release()
 
-    def _rewrite(self, output: Mapping[str, Any]) -> None:
-        """Write committed shards anew with other kept columns; nothing is computed again (C12).
+    # -- what a crash or another job spec left -------------------------------------------------
 
-        The record is changed last, so a crash before it only means that all is written once more.
+    def _settle(self, output: Mapping[str, Any]) -> None:
+        """Bring what is committed in line with the record; nothing is computed again (C12).
+
+        The record is changed first and each file then follows it, so that a crash on the way only
+        means that the next run rewrites the rest, whatever columns it asks for.
         """
-        columns = replace(self.record.columns, kept=tuple(output.get("keep_columns", ())))
-        result_schema(self._dataset.schema, columns)
-        for index in sorted(self._committed):
-            summary = rewrite_kept(
-                self.store, self.shards[index], self._dataset, columns, self._committed[index]
+        if differences(self.record.output, output):
+            kept = tuple(output.get("keep_columns", self.record.columns.kept))
+            columns = replace(self.record.columns, kept=kept)
+            result_schema(self._dataset.schema, columns)
+            self.record = replace(self.record, output=dict(output), columns=columns)
+            self.store.write(JOB, self.record.to_bytes())
+        self._check_results()
+        for index, summary in sorted(self._committed.items()):
+            if summary.kept != self.record.columns.kept:
+                self._committed[index] = rewrite_kept(
+                    self.store, self.shards[index], self._dataset, self.record.columns, summary
+                )
+        self._delete_stale_parts()
+
+    def _check_results(self) -> None:
+        """Each marker has its file, of its size. A shard without one is computed again; a file that
+        was replaced and then not marked is whole, so it is counted.
+        """
+        computed = {field.name for field in computed_fields(self.record.columns)}
+        sizes = self.store.sizes(RESULTS)
+        for index, summary in sorted(self._committed.items()):
+            name = self.shards[index].name
+            if summary.file not in sizes:
+                self.store.delete(marker_name(name))
+                del self._committed[index]
+            elif summary.num_bytes != sizes[summary.file]:
+                counted = count_again(self.store, summary, computed)
+                self.store.write(marker_name(name), counted.to_json())
+                self._committed[index] = counted
+
+    def _delete_stale_parts(self) -> None:
+        """Parts of rounds that are committed."""
+        found = set(self.store.list_folders(CHECKPOINTS))
+        for index, summary in self._committed.items():
+            for round_ in range(summary.round + 1):
+                folder = parts_folder(self.shards[index].name, round_)
+                if folder in found:
+                    self.store.delete_folder(folder)
+
+
+def _read_record(store: ObjectStore) -> JobRecord | None:
+    data = store.read_or_none(JOB)
+    return None if data is None else JobRecord.from_bytes(data, store.path(JOB))
+
+
+def _refuse_what_is_not_ours(
+    store: ObjectStore, generation: Mapping[str, Any], *, overwrite: bool
+) -> None:
+    """Refuse another job's output, unless it is to be overwritten, and what is no output at all.
+
+    Raises:
+        OutputMismatch: another job.
+        OutputError: no job, and not empty.
+    """
+    if not store.exists(JOB):
+        if not store.is_empty() and not _only_ours(store):
+            raise OutputError(
+                f"{store.url} is not empty and holds no job; give an empty or a new --output"
             )
-            self._committed[index] = summary
-        self.record = replace(self.record, output=dict(output), columns=columns)
-        self.store.write(JOB, self.record.to_bytes())
-
-
-def _refuse_other_job(store: ObjectStore, record: JobRecord, generation: Mapping[str, Any]) -> None:
-    found = differences(record.generation, generation)
+        return
+    record = None if overwrite else _read_record(store)
+    found = () if record is None else differences(record.generation, generation)
     if found:
         raise OutputMismatch(store.url, found)
 
@@ -236,15 +276,11 @@ def _delete_job(store: ObjectStore) -> None:
     """
     for folder in OWNED_FOLDERS:
         store.delete_folder(folder)
-    for name in OWNED_FILES:
-        if name != "_lease.json":
+    for name in (*OWNED_FILES, JOB):
+        if name != LEASE:
             store.delete(name)
-    store.delete(JOB)
 
 
 def _read_markers(store: ObjectStore) -> dict[int, ShardSummary]:
-    found: dict[int, ShardSummary] = {}
-    for name in store.list(MARKERS):
-        summary = ShardSummary.from_json(orjson.loads(store.read(name)))
-        found[summary.index] = summary
-    return found
+    markers = (read_marker(store, name) for name in store.list(MARKERS))
+    return {marker.index: marker for marker in markers if marker is not None}

@@ -1,23 +1,28 @@
 """Files under one root, local or on any fsspec URL, of which a reader never sees a part.
 
 A local file is written beside its place (under `_tmp/`, the same file system), made durable, and
-renamed; then the folder is made durable. An object store shows an object only when it is whole, so
-there a plain put is enough.
+renamed; then the folder is made durable. A remote one is written to a local file and put: an object
+store shows an object only when it is whole.
 """
 
 from __future__ import annotations
 
 import os
+import tempfile
 import uuid
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from storage.errors import OutputError
+
 TMP = "_tmp"
+DRAFT = "-draft-"
+"""In the names of files that are being written; what a killed writer leaves is known by it."""
 
 
 class ObjectStore:
@@ -49,7 +54,7 @@ class ObjectStore:
 
     @contextmanager
     def writer(
-        self, name: str, *, on_written: Callable[[], None] | None = None
+        self, name: str, *, on_written: Callable[[], None] = lambda: None
     ) -> Generator[BinaryIO]:
         """A file to write to; it appears under its name, whole and durable, when the block ends.
 
@@ -57,44 +62,73 @@ class ObjectStore:
 
         Args:
             name: relative to the root.
-            on_written: called when all bytes are durable and the name does not show them yet.
+            on_written: called when all bytes are written and the name does not show them yet.
+
+        Raises:
+            OutputError: it cannot be written.
         """
-        if not self.is_local:
-            with self.fs.open(self.path(name), "wb") as file:
+        opened = self._local_writer if self.is_local else self._remote_writer
+        try:
+            with opened(name, on_written) as file:
                 yield file
-            return
+        except OSError as fault:
+            raise OutputError(
+                f"{self.path(name)} cannot be written: {fault}. What was written before stays; "
+                "mend it and run the same command again"
+            ) from fault
+
+    @contextmanager
+    def _local_writer(self, name: str, on_written: Callable[[], None]) -> Generator[BinaryIO]:
         place = Path(self.path(name))
         place.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(self.path(TMP)) / f"{uuid.uuid4().hex}-{place.name}"
-        draft.parent.mkdir(exist_ok=True)
+        draft = self._new_draft(f"{DRAFT}{place.name}")
         try:
             with draft.open("wb") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            if on_written is not None:
-                on_written()
+            on_written()
             draft.replace(place)
         finally:
             draft.unlink(missing_ok=True)
         _sync_folder(place.parent)
 
+    @contextmanager
+    def _remote_writer(self, name: str, on_written: Callable[[], None]) -> Generator[BinaryIO]:
+        """By way of a local file: closing a remote file shows it, even after an exception."""
+        with tempfile.TemporaryDirectory(prefix="headrace-") as folder:
+            draft = Path(folder) / "draft"
+            with draft.open("wb") as file:
+                yield file
+            on_written()
+            self.fs.put_file(str(draft), self.path(name))
+
+    def _new_draft(self, name: str) -> Path:
+        draft = Path(self.path(TMP)) / f"{uuid.uuid4().hex}{name}"
+        draft.parent.mkdir(parents=True, exist_ok=True)
+        return draft
+
+    def delete_drafts(self) -> None:
+        """Delete what writers left that were killed. For the holder of the lease."""
+        for name in self.list(TMP):
+            if DRAFT in name.rpartition("/")[2]:
+                self.delete(name)
+
     def create(self, name: str, data: bytes) -> bool:
-        """Write a small file only if there is none of the name; False when there is."""
-        if not self.is_local:
-            try:
-                self.fs.pipe_file(self.path(name), data, mode="create")
-            except FileExistsError:
-                return False
-            except OSError as error:
-                if self.exists(name):
-                    return False
-                raise error
-            return True
+        """Write a small file only if there is none of the name; False when there is.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
+        try:
+            return self._create_locally(name, data) if self.is_local else self._put_new(name, data)
+        except OSError as fault:
+            raise OutputError(f"{self.path(name)} cannot be written: {fault}") from fault
+
+    def _create_locally(self, name: str, data: bytes) -> bool:
         place = Path(self.path(name))
         place.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(self.path(TMP)) / uuid.uuid4().hex
-        draft.parent.mkdir(exist_ok=True)
+        draft = self._new_draft("")
         draft.write_bytes(data)
         try:
             os.link(draft, place)
@@ -104,6 +138,42 @@ class ObjectStore:
             draft.unlink()
         _sync_folder(place.parent)
         return True
+
+    def _put_new(self, name: str, data: bytes) -> bool:
+        try:
+            self.fs.pipe_file(self.path(name), data, mode="create")
+        except FileExistsError:
+            return False
+        except OSError:  # some stores have their own word for it
+            if self.exists(name):
+                return False
+            raise
+        return True
+
+    def take_away(self, name: str, data: bytes) -> bool:
+        """Delete a file if it still holds `data`; False when it does not.
+
+        On a local disk nobody can replace it in between. An object store has no such operation, so
+        there it is a look and then a deletion.
+        """
+        if not self.is_local:
+            if self.read_or_none(name) != data:
+                return False
+            self.delete(name)
+            return True
+        draft, place = self._new_draft(""), Path(self.path(name))
+        try:
+            place.rename(draft)
+        except FileNotFoundError:
+            return False
+        try:
+            if draft.read_bytes() == data:
+                return True
+            with suppress(FileExistsError):
+                os.link(draft, place)  # it is a newer one: back with it
+            return False
+        finally:
+            draft.unlink()
 
     def read(self, name: str) -> bytes:
         """A file's bytes.
@@ -124,26 +194,29 @@ class ObjectStore:
         return self.fs.exists(self.path(name))
 
     def list(self, folder: str) -> list[str]:
-        """Names of the files in a folder, relative to the root, sorted; empty when there is none."""
-        self.fs.invalidate_cache()
-        try:
-            found = self.fs.ls(self.path(folder), detail=True)
-        except FileNotFoundError:
-            return []
-        names = (item["name"].rsplit("/", 1)[-1] for item in found if item["type"] == "file")
-        return sorted(f"{folder}/{name}" for name in names if name)
+        """Names of the files in a folder, relative to the root, sorted."""
+        return sorted(f"{folder}/{name}" for name, kind, _ in self._ls(folder) if kind == "file")
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Bytes of the files in a folder, by names relative to the root."""
+        return {f"{folder}/{name}": size for name, kind, size in self._ls(folder) if kind == "file"}
 
     def list_folders(self, folder: str) -> list[str]:
         """Names of the folders in a folder, relative to the root, sorted."""
+        names = (name for name, kind, _ in self._ls(folder) if kind == "directory")
+        return sorted(f"{folder}/{name}" for name in names)
+
+    def _ls(self, folder: str) -> Iterator[tuple[str, str, int]]:
+        """Own name, kind and size of what is in a folder; nothing when it is not there."""
         self.fs.invalidate_cache()
         try:
             found = self.fs.ls(self.path(folder), detail=True)
         except FileNotFoundError:
-            return []
-        names = (
-            i["name"].rstrip("/").rsplit("/", 1)[-1] for i in found if i["type"] == "directory"
-        )
-        return sorted(f"{folder}/{name}" for name in names)
+            return
+        for item in found:
+            name = item["name"].rstrip("/").rpartition("/")[2]
+            if name:
+                yield name, item["type"], item["size"] or 0
 
     def is_empty(self) -> bool:
         """True when there is nothing under the root."""

@@ -69,8 +69,8 @@ class JobRecord:
             raw = orjson.loads(data)
             if raw["format"] != FORMAT:
                 raise LedgerError(
-                    f"{where} has format {raw['format']}; this version reads {FORMAT}: use the version "
-                    "that wrote it, or --overwrite"
+                    f"{where} has format {raw['format']}; this version reads {FORMAT}: use the "
+                    "version that wrote it, or --overwrite"
                 )
             kept = raw["columns"]
             return cls(

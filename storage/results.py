@@ -1,4 +1,4 @@
-"""Result rows and their one schema: the same on every row, good or bad, whatever the batch (C19)."""
+"""Result rows and their one schema: the same on every row, good or bad, in any batch (C19)."""
 
 from __future__ import annotations
 
@@ -135,10 +135,30 @@ def rows_to_table(rows: Sequence[ResultRow], columns: ResultColumns) -> pa.Table
     """A part of these rows."""
     schema = part_schema(columns)
     arrays = [
-        pa.array(
+        _array(
             [row.ordinal if field.name == ORDINAL else getattr(row, field.name) for row in rows],
             field.type,
         )
         for field in schema
     ]
     return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def _array(values: list[Any], kind: pa.DataType) -> pa.Array:
+    """A column. Text that is no Unicode (lone surrogates, from a broken input) gets a `?` there:
+    one such row must not keep the others from being written.
+    """
+    try:
+        return pa.array(values, kind)
+    except UnicodeEncodeError:
+        return pa.array([_encodable(value) for value in values], kind)
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, list):
+        return [_encodable(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _encodable(item) for key, item in value.items()}
+    return value

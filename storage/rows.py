@@ -9,14 +9,20 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import xxhash
 
 from storage.errors import InputError
 from storage.shards import Shard, Span
-from storage.source import Dataset, InputFile
+from storage.source import Dataset, InputFile, RowGroup
 
 BATCH_ROWS = 256
+BATCH_BYTES = 16 << 20
+"""A batch has fewer rows where rows are large, so that it is about this size at most."""
+READ_BYTES = 1 << 20
+"""Column chunks are read in pieces of this size; without it, each chunk is read whole."""
 
 
 class Row(NamedTuple):
@@ -112,14 +118,16 @@ class _Cursor:
         self._file: InputFile = dataset.files[span.file_index]
         self._schema = pa.schema([dataset.schema.field(column) for column in columns])
         stored = [column for column in columns if column not in self._file.partitions]
-        self._count_only = not stored
         try:
             self._handle = dataset.fs.open(self._file.path, "rb")
-            parquet = pq.ParquetFile(self._handle, pre_buffer=False)
+            parquet = pq.ParquetFile(self._handle, buffer_size=READ_BYTES, pre_buffer=False)
             # A column has to be read to learn how many rows a batch has.
             read = stored or [parquet.schema_arrow.names[0]]
             self._source: Iterator[pa.RecordBatch] = parquet.iter_batches(
-                batch_size=batch_rows, row_groups=[span.row_group], columns=read, use_threads=False
+                batch_size=_batch_rows(self._file.row_groups[span.row_group], read, batch_rows),
+                row_groups=[span.row_group],
+                columns=read,
+                use_threads=False,
             )
         except (OSError, pa.ArrowException) as fault:
             raise InputError(f"{self._file.path} cannot be read: {fault}") from fault
@@ -153,6 +161,8 @@ class _Cursor:
 
     def _complete(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """Add hive columns, and bring all to the dataset's order and types."""
+        if not self._schema.names:
+            return batch.select([])  # made of no arrays, a batch would have no rows
         arrays: list[pa.Array] = []
         for field in self._schema:
             if field.name in self._file.partitions:
@@ -167,8 +177,14 @@ class _Cursor:
         self._handle.close()
 
 
+def _batch_rows(group: RowGroup, columns: Sequence[str], most: int) -> int:
+    """Rows of a batch of about `BATCH_BYTES`, by the footer's average."""
+    num_bytes = sum(group.column_bytes.get(column, 0) for column in columns)
+    return max(1, min(most, BATCH_BYTES * group.num_rows // max(1, num_bytes)))
+
+
 def batch_to_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
-    """Python values of each row. Text that is not UTF-8 comes as bytes."""
+    """Python values of each row; see `to_values`."""
     columns = [to_values(column) for column in batch.columns]
     names = batch.schema.names
     if not columns:
@@ -177,24 +193,49 @@ def batch_to_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
 
 
 def to_values(column: pa.Array) -> list[Any]:
-    """Python values of a column; maps as dicts."""
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
+    """Python values of a column; maps as dicts.
+
+    What Python cannot hold must not stop the other rows: text that is not UTF-8 comes as bytes, and
+    a time outside Python's range or precision as Arrow writes it.
+    """
     try:
-        if pa.types.is_map(column.type):
-            return column.to_pylist(maps_as_pydicts="lossy")
-        return column.to_pylist()
-    except UnicodeDecodeError:
-        return [_text_or_bytes(value) for value in column.cast(pa.large_binary()).to_pylist()]
+        return column.to_pylist(maps_as_pydicts="lossy")
+    except (ValueError, OverflowError):  # UnicodeDecodeError is a ValueError
+        plain = column.cast(_plain(column.type)).to_pylist(maps_as_pydicts="lossy")
+        return [_decoded(value) for value in plain]
 
 
-def _text_or_bytes(value: bytes | None) -> str | bytes | None:
-    if value is None:
-        return None
-    try:
-        return value.decode("utf-8")
-    except UnicodeDecodeError:
-        return value
+def _plain(kind: pa.DataType) -> pa.DataType:
+    """The same type with bytes for text, and text for times."""
+    if pa.types.is_dictionary(kind):
+        return _plain(kind.value_type)
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+        return pa.large_binary()
+    if pa.types.is_temporal(kind):
+        return pa.string()
+    if pa.types.is_map(kind):
+        return pa.map_(_plain(kind.key_type), _plain(kind.item_type))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(_plain(kind.value_type))
+    if pa.types.is_list(kind):
+        return pa.list_(_plain(kind.value_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([(field.name, _plain(field.type)) for field in kind])
+    return kind
+
+
+def _decoded(value: Any) -> Any:
+    """Bytes that are UTF-8 as text, at any depth."""
+    if isinstance(value, bytes):
+        try:
+            return value.decode("utf-8")
+        except UnicodeDecodeError:
+            return value
+    if isinstance(value, list):
+        return [_decoded(item) for item in value]
+    if isinstance(value, dict):
+        return {_decoded(key): _decoded(item) for key, item in value.items()}
+    return value
 
 
 def read_shard(
@@ -244,9 +285,6 @@ def check_unique_ids(dataset: Dataset) -> None:
     Raises:
         InputError: names the column, and a null's row or a duplicate value.
     """
-    import numpy as np
-    import xxhash
-
     column = dataset.id_column
     if column is None:
         return
@@ -273,8 +311,8 @@ def check_unique_ids(dataset: Dataset) -> None:
     if len(again):
         twice = _find_id(dataset, int(again[0]))
         raise InputError(
-            f"the id column {column!r} has duplicates, such as {twice!r}; every row needs its own id, "
-            "or leave --id-column out"
+            f"the id column {column!r} has duplicates, such as {twice!r}; every row needs its own "
+            "id, or leave --id-column out"
         )
 
 
@@ -289,8 +327,6 @@ def whole(dataset: Dataset) -> Iterator[Span]:
 
 
 def _find_id(dataset: Dataset, digest: int) -> str:
-    import xxhash
-
     reader = RowReader(dataset, (), batch_rows=4096)
     for span in whole(dataset):
         for rows in reader.rows(Shard(0, (span,), 0)):

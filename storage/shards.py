@@ -4,7 +4,7 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from storage.source import Dataset, RowGroup
 
 
 class Span(NamedTuple):
-    """Rows `[start, stop)` of one row group. `first_row` is the row group's first row in its file."""
+    """Rows `[start, stop)` of one row group, whose first row is `first_row` of its file."""
 
     file_index: int
     row_group: int

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import posixpath
+import re
 import struct
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +19,8 @@ import xxhash
 from storage.errors import InputError
 
 MAGIC = b"PAR1"
+GLOB = re.compile(r"[*?\[]")
+ENDINGS = (".parquet", ".parq", ".pq")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +86,7 @@ def open_dataset(
 
     Args:
         path: a Parquet file, a glob, a folder (read recursively; names that start with `_` or `.`
-            are
-            left out) or an fsspec URL of any of these.
+            are left out) or an fsspec URL of any of these.
         storage_options: for fsspec.
         id_column: the column that names the rows.
 
@@ -94,20 +97,9 @@ def open_dataset(
         fs, root = fsspec.core.url_to_fs(path, **dict(storage_options or {}))
     except (ImportError, ValueError) as fault:
         raise InputError(f"the input {path!r} cannot be opened: {fault}") from fault
-    names = _find(fs, path, root.rstrip("/"))
-    files: list[InputFile] = []
-    schema: pa.Schema | None = None
-    for full, name in names:
-        file, own = _read_footer(fs, full, name)
-        schema = own if schema is None else _same_schema(schema, own, names[0][1], name)
-        files.append(file)
-    assert schema is not None
-    keys = _partition_keys(files)
-    clash = [key for key in keys if key in schema.names]
-    if clash:
-        raise InputError(f"column {clash[0]!r} is both in the files and in their folders' names")
-    for key in keys:
-        schema = schema.append(pa.field(key, pa.string()))
+    read = [_read_footer(fs, full, name) for full, name in _find(fs, path, root.rstrip("/"))]
+    files = tuple(file for file, _ in read)
+    schema = _with_partitions(_common_schema(read), files)
     if id_column is not None and id_column not in schema.names:
         raise InputError(
             f"the id column {id_column!r} is not in the input; columns: {', '.join(schema.names)}"
@@ -116,7 +108,7 @@ def open_dataset(
     for file in files:
         digest.update(f"{file.name}\0{file.fingerprint}\0".encode())
     return Dataset(
-        files=tuple(files),
+        files=files,
         schema=schema,
         num_rows=sum(file.num_rows for file in files),
         fingerprint=digest.hexdigest(),
@@ -128,25 +120,32 @@ def open_dataset(
 def _find(fs: Any, path: str, root: str) -> list[tuple[str, str]]:
     """(full path, relative name) of every data file, sorted by name."""
     try:
-        if any(mark in path for mark in "*?["):
-            found = [full for full in fs.glob(root) if not fs.isdir(full)]
-            base = posixpath.dirname(root.split("*")[0].split("?")[0].split("[")[0])
-            if not found:
-                raise InputError(f"no file matches {path!r}")
-        elif fs.isdir(root):
+        if fs.isdir(root):
             found, base = fs.find(root), root
         elif fs.exists(root):
             return [(root, posixpath.basename(root))]
+        elif GLOB.search(path):
+            found = _expand(fs, root)
+            base = posixpath.dirname(GLOB.split(root, maxsplit=1)[0])
+            if not found:
+                raise InputError(f"no file matches {path!r}")
         else:
             raise InputError(f"there is nothing at {path!r}")
     except PermissionError as fault:
         raise InputError(f"no permission to read {path!r}: {fault}") from fault
     files = sorted((full[len(base) :].lstrip("/"), full) for full in found)
-    shown = [(full, name) for name, full in files if not _hidden(name)]
-    parquet = [(full, name) for full, name in shown if name.endswith((".parquet", ".parq", ".pq"))]
+    parquet = [(full, name) for name, full in files if name.endswith(ENDINGS) and not _hidden(name)]
     if not parquet:
         raise InputError(f"no .parquet file in {path!r} ({len(files)} other files)")
     return parquet
+
+
+def _expand(fs: Any, pattern: str) -> list[str]:
+    """Files that match, and all files in folders that match."""
+    found: set[str] = set()
+    for full in fs.glob(pattern):
+        found.update(fs.find(full) if fs.isdir(full) else [full])
+    return sorted(found)
 
 
 def _hidden(name: str) -> bool:
@@ -164,6 +163,7 @@ def _read_footer(fs: Any, full: str, name: str) -> tuple[InputFile, pa.Schema]:
     except (pa.ArrowException, ValueError, OSError, struct.error) as fault:
         raise InputError(f"{full} is not a readable Parquet file: {fault}") from fault
     groups = tuple(_row_group(metadata, index) for index in range(metadata.num_row_groups))
+    _check_names(schema.names, full)
     schema = schema.remove_metadata()
     partitions = _partitions(name)
     return InputFile(full, name, metadata.num_rows, groups, partitions, fingerprint), schema
@@ -206,35 +206,48 @@ def _partitions(name: str) -> dict[str, str | None]:
     return found
 
 
-def _partition_keys(files: list[InputFile]) -> list[str]:
+def _check_names(names: list[str], full: str) -> None:
+    if not names:
+        raise InputError(f"{full} has no columns")
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise InputError(f"{full} has {len(twice)} column names twice, such as {twice[0]!r}")
+
+
+def _with_partitions(schema: pa.Schema, files: tuple[InputFile, ...]) -> pa.Schema:
+    """The files' schema with their hive columns behind."""
     keys = list(files[0].partitions)
     for file in files:
         if list(file.partitions) != keys:
             raise InputError(
-                f"{file.name} has the folder columns {list(file.partitions)}, {files[0].name} has {keys}"
+                f"{file.name} has the folder columns {list(file.partitions)}, "
+                f"{files[0].name} has {keys}"
             )
-    return keys
+    for key in keys:
+        if key in schema.names:
+            raise InputError(f"column {key!r} is both in the files and in their folders' names")
+        schema = schema.append(pa.field(key, pa.string()))
+    return schema
 
 
-def _same_schema(first: pa.Schema, other: pa.Schema, first_name: str, name: str) -> pa.Schema:
-    for column in sorted(set(first.names) ^ set(other.names)):
-        have, lack = (first_name, name) if column in first.names else (name, first_name)
-        raise InputError(f"column {column!r} is in {have} but not in {lack}")
-    for column in first.names:
-        kinds = first.field(column).type, other.field(column).type
-        if (
-            kinds[0] != kinds[1]
-            and not pa.types.is_null(kinds[0])
-            and not pa.types.is_null(kinds[1])
-        ):
-            raise InputError(
-                f"column {column!r} is {kinds[0]} in {first_name} and {kinds[1]} in {name}"
-            )
-    return pa.schema(
-        [
-            other.field(column)
-            if pa.types.is_null(first.field(column).type)
-            else first.field(column)
-            for column in first.names
-        ]
-    )
+def _common_schema(read: list[tuple[InputFile, pa.Schema]]) -> pa.Schema:
+    """The one schema of all files. Types are the same, but a column of nulls goes with any."""
+    first, schema = read[0]
+    for file, other in read[1:]:
+        for column in sorted(set(schema.names) ^ set(other.names)):
+            have, lack = (first, file) if column in schema.names else (file, first)
+            raise InputError(f"column {column!r} is in {have.name} but not in {lack.name}")
+        schema = pa.schema(
+            [_common_field(field, other.field(field.name), first, file) for field in schema]
+        )
+    return schema
+
+
+def _common_field(a: pa.Field, b: pa.Field, first: InputFile, file: InputFile) -> pa.Field:
+    if pa.types.is_null(a.type):
+        return b
+    if a.type != b.type and not pa.types.is_null(b.type):
+        raise InputError(
+            f"column {a.name!r} is {a.type} in {first.name} and {b.type} in {file.name}"
+        )
+    return a

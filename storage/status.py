@@ -1,4 +1,4 @@
-"""What an output holds, read from its record, markers and parts: `flows status`, from any machine."""
+"""What an output holds, from its record, markers and parts: `flows status`, from anywhere."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
 import pyarrow.parquet as pq
 
 from storage.errors import InputError
 from storage.lease import Holder, living_holder
+from storage.ledger import JOB
+from storage.marker import COUNTED, MARKERS, ShardSummary, read_marker
 from storage.objects import ObjectStore
+from storage.parts import CHECKPOINTS, parts_folder
 from storage.record import JobRecord
-from storage.writer import ShardSummary
+from storage.results import ORDINAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,25 +73,28 @@ def read_status(
         InputError: there is no job at that place.
     """
     store = ObjectStore(url, storage_options=storage_options)
-    data = store.read_or_none("job.json")
+    data = store.read_or_none(JOB)
     if data is None:
-        raise InputError(f"{url!r} holds no job (it has no job.json)")
-    record = JobRecord.from_bytes(data, store.path("job.json"))
-    markers = [_marker(store, name) for name in store.list("_markers")]
-    committed = {marker.index for marker in markers if marker is not None}
+        raise InputError(f"{url!r} holds no job (it has no {JOB})")
+    record = JobRecord.from_bytes(data, store.path(JOB))
     tally = _Tally()
-    for marker in markers:
+    committed: set[int] = set()
+    for name in store.list(MARKERS):
+        marker = read_marker(store, name)
         if marker is not None:
+            committed.add(marker.index)
             tally.add_marker(marker)
-    checkpointed = 0
+    committed_rows = tally.num_rows
+    begun = set(store.list_folders(CHECKPOINTS))
     for shard in record.shards:
-        if shard.index not in committed:
-            checkpointed += tally.add_parts(store, f"_checkpoints/{shard.name}")
+        folder = parts_folder(shard.name, 0)
+        if shard.index not in committed and folder in begun:
+            tally.add_parts(store, folder)
     return JobStatus(
         job_id=record.job_id,
         total_rows=record.total_rows,
-        committed_rows=sum(marker.num_rows for marker in markers if marker is not None),
-        checkpointed_rows=checkpointed,
+        committed_rows=committed_rows,
+        checkpointed_rows=tally.num_rows - committed_rows,
         total_shards=len(record.shards),
         done_shards=len(committed),
         by_status=dict(tally.by_status),
@@ -105,39 +110,33 @@ class _Tally:
     """Sums over markers and parts."""
 
     def __init__(self) -> None:
+        self.num_rows = 0
         self.by_status: Counter[str] = Counter()
         self.by_finish_reason: Counter[str] = Counter()
         self.prompt_tokens = 0
         self.completion_tokens = 0
 
     def add_marker(self, marker: ShardSummary) -> None:
+        self.num_rows += marker.num_rows
         self.by_status.update(marker.by_status)
         self.by_finish_reason.update(marker.by_finish_reason)
         self.prompt_tokens += marker.prompt_tokens
         self.completion_tokens += marker.completion_tokens
 
-    def add_parts(self, store: ObjectStore, folder: str) -> int:
-        """Count the rows of a shard's parts, each once."""
-        seen: set[int] = set()
-        columns = ["__ordinal", "status", "finish_reason", "prompt_tokens", "completion_tokens"]
+    def add_parts(self, store: ObjectStore, folder: str) -> None:
+        """Count the rows of a shard's parts, each once, as the last part has it."""
+        latest: dict[int, dict[str, Any]] = {}
         for name in store.list(folder):
             try:
                 with store.fs.open(store.path(name), "rb") as handle:
-                    rows = pq.ParquetFile(handle).read(columns=columns).to_pylist()
+                    table = pq.ParquetFile(handle).read(columns=[ORDINAL, *COUNTED])
             except FileNotFoundError:
                 continue  # its shard was committed, or its parts merged, while we looked
-            for row in rows:
-                if row["__ordinal"] in seen:
-                    continue
-                seen.add(row["__ordinal"])
-                self.by_status[row["status"]] += 1
-                if row["finish_reason"] is not None:
-                    self.by_finish_reason[row["finish_reason"]] += 1
-                self.prompt_tokens += row["prompt_tokens"]
-                self.completion_tokens += row["completion_tokens"]
-        return len(seen)
-
-
-def _marker(store: ObjectStore, name: str) -> ShardSummary | None:
-    data = store.read_or_none(name)
-    return None if data is None else ShardSummary.from_json(orjson.loads(data))
+            latest.update({row[ORDINAL]: row for row in table.to_pylist()})
+        self.num_rows += len(latest)
+        self.by_status.update(row["status"] for row in latest.values())
+        self.by_finish_reason.update(
+            row["finish_reason"] for row in latest.values() if row["finish_reason"] is not None
+        )
+        self.prompt_tokens += sum(row["prompt_tokens"] for row in latest.values())
+        self.completion_tokens += sum(row["completion_tokens"] for row in latest.values())

@@ -9,24 +9,23 @@ after what is ahead is durable:
     close       all parts -> the result file -> the marker; then the parts go
 
 A writer that opens a shard again finds its terminal rows in the parts (`done`), whatever step the
-last one died in, and `close` may be repeated: it writes the same file again.
+last one died in, and `close` may be repeated: it writes the same file again. A committed shard may
+be opened once more to compute its error rows; its file stays until a better one replaces it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
-import orjson
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from storage.errors import LedgerError
+from storage.marker import ShardSummary, announce_replacement, summarise, write_marker
 from storage.objects import ObjectStore
+from storage.parts import Parts, last_of_each, parts_folder
 from storage.results import (
     ORDINAL,
     ResultColumns,
@@ -39,47 +38,9 @@ from storage.rows import RowReader
 from storage.shards import Shard
 from storage.source import Dataset
 
-COMPACT_PARTS = 24
-"""So many parts are merged into one: opening a shard costs the same however long it has run (C7).
-"""
-
-WRITE_ROWS = 4096
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardSummary:
-    """What a marker says of a committed shard.
-
-    Attributes:
-        index: of the shard.
-        file: the result file, relative to the output.
-        num_rows: rows in it.
-        num_bytes: its size.
-        by_status: rows by status.
-        by_finish_reason: rows by finish reason, where they have one.
-        prompt_tokens: of all rows.
-        completion_tokens: of all rows.
-    """
-
-    index: int
-    file: str
-    num_rows: int
-    num_bytes: int
-    by_status: Mapping[str, int]
-    by_finish_reason: Mapping[str, int]
-    prompt_tokens: int
-    completion_tokens: int
-
-    @property
-    def num_errors(self) -> int:
-        return self.by_status.get("error", 0)
-
-    def to_json(self) -> bytes:
-        return orjson.dumps(asdict(self), option=orjson.OPT_INDENT_2)
-
-    @classmethod
-    def from_json(cls, raw: dict[str, Any]) -> ShardSummary:
-        return cls(**raw)
+GROUP_ROWS = 16384
+GROUP_BYTES = 32 << 20
+"""A row group of a result file is closed at the first of these two."""
 
 
 class ShardWriter:
@@ -91,6 +52,7 @@ class ShardWriter:
         dataset: the input, for the kept columns.
         columns: optional columns of the results.
         committed: the shard's marker, when its error rows are to be computed again.
+        retry_errors: error rows in parts are not terminal.
         on_step: told the name of every step.
 
     Attributes:
@@ -105,6 +67,7 @@ class ShardWriter:
         columns: ResultColumns,
         *,
         committed: ShardSummary | None,
+        retry_errors: bool,
         on_step: Callable[[str], None],
     ) -> None:
         self.shard = shard
@@ -112,19 +75,15 @@ class ShardWriter:
         self._dataset = dataset
         self._columns = columns
         self._on_step = on_step
-        self._folder = f"_checkpoints/{shard.name}"
+        self._committed = committed
+        self._round = 0 if committed is None else committed.round + 1
+        self._parts = Parts(store, parts_folder(shard.name, self._round), columns, on_step=on_step)
         self._buffer: list[ResultRow] = []
-        self._base = None if committed is None else self._read_committed(committed)
-        self._parts = store.list(self._folder)
-        self._next_part = 1 + max((_part_number(name) for name in self._parts), default=0)
         self._earlier_attempts: dict[int, int] = {}
-        self._done = bytearray(shard.num_rows)
-        for ordinal in self._read_done():
-            self._done[ordinal] = 1
-        self.num_missing = shard.num_rows - sum(self._done)
+        self._done = self._find_done(retry_errors or committed is not None)
+        self.num_missing = shard.num_rows - int(self._done.sum())
 
-    # -- what is there
-    # ------------------------------------------------------------------------------
+    # -- what is there -----------------------------------------------------------------------
 
     def is_done(self, ordinal: int) -> bool:
         """Whether a row has its final result."""
@@ -132,45 +91,50 @@ class ShardWriter:
 
     @property
     def done(self) -> set[int]:
-        """Ordinals that have their final result."""
-        return {ordinal for ordinal, flag in enumerate(self._done) if flag}
+        """Ordinals that have their final result; of bad rows too (C7)."""
+        return set(np.flatnonzero(self._done).tolist())
 
     def counts(self) -> Mapping[str, int]:
-        """Rows that are done, by status."""
-        return Counter(self._rows_so_far().column("status").to_pylist())
+        """Rows that are done and durable, by status."""
+        rows = self._durable(["status"])
+        states = zip(
+            rows.column(ORDINAL).to_pylist(), rows.column("status").to_pylist(), strict=True
+        )
+        return Counter(status for ordinal, status in states if self._done[ordinal])
 
-    def _read_done(self) -> Iterator[int]:
-        if self._base is not None:
-            status = self._base.column("status").to_pylist()
-            attempts = self._base.column("attempts").to_pylist()
-            for ordinal, state in enumerate(status):
-                if state == "error":
-                    self._earlier_attempts[ordinal] = attempts[ordinal]
-                else:
-                    yield ordinal
-        for name in self._parts:
-            yield from self._read_part(name, [ORDINAL]).column(ORDINAL).to_pylist()
+    def _find_done(self, retry_errors: bool) -> np.ndarray:
+        """A flag a row; notes how often the rows to retry were tried."""
+        done = np.zeros(self.shard.num_rows, np.bool_)
+        rows = self._durable(["status", "attempts"])
+        for ordinal, status, attempts in zip(
+            *(column.to_pylist() for column in rows.columns), strict=True
+        ):
+            if retry_errors and status == "error":
+                self._earlier_attempts[ordinal] = attempts
+            else:
+                done[ordinal] = True
+        return done
 
-    def _read_committed(self, committed: ShardSummary) -> pa.Table:
-        """The result file of a committed shard as a part, kept columns left out."""
-        computed = part_schema(self._columns).names[1:]
-        table = self._read(committed.file, computed)
+    def _durable(self, columns: list[str] | None = None) -> pa.Table:
+        """All durable rows in order, each once; what was computed last counts."""
+        parts = self._parts.read(columns)
+        if self._committed is None:
+            return parts
+        base = self._read_committed(self._committed, parts.schema)
+        return last_of_each(pa.concat_tables([base, parts]))
+
+    def _read_committed(self, committed: ShardSummary, schema: pa.Schema) -> pa.Table:
+        """The result file of a committed shard as a part with these columns."""
+        with self._store.fs.open(self._store.path(committed.file), "rb") as handle:
+            table = pq.ParquetFile(handle).read(columns=schema.names[1:])
         if table.num_rows != self.shard.num_rows:
             raise LedgerError(
                 f"{committed.file} has {table.num_rows} rows, its shard {self.shard.num_rows}"
             )
         ordinals = pa.array(np.arange(table.num_rows, dtype=np.int64))
-        return table.add_column(0, part_schema(self._columns).field(ORDINAL), ordinals)
+        return table.add_column(0, schema.field(0), ordinals).cast(schema)
 
-    def _read_part(self, name: str, columns: list[str] | None = None) -> pa.Table:
-        return self._read(name, columns)
-
-    def _read(self, name: str, columns: list[str] | None) -> pa.Table:
-        with self._store.fs.open(self._store.path(name), "rb") as handle:
-            return pq.ParquetFile(handle).read(columns=columns)
-
-    # -- adding
-    # ---------------------------------------------------------------------------------------
+    # -- adding ------------------------------------------------------------------------------
 
     def add(self, row: ResultRow) -> None:
         """Take a row's result.
@@ -183,7 +147,7 @@ class ShardWriter:
         if self._done[row.ordinal]:
             raise LedgerError(f"{self.shard.name}: a second result for row {row.row_id}")
         row.attempts += self._earlier_attempts.get(row.ordinal, 0)
-        self._done[row.ordinal] = 1
+        self._done[row.ordinal] = True
         self.num_missing -= 1
         self._buffer.append(row)
 
@@ -191,59 +155,30 @@ class ShardWriter:
         """Make the buffered rows durable.
 
         An error leaves them in the buffer: nothing counts as written that was not (C4).
+
+        Raises:
+            OutputError: the output cannot be written.
         """
         if not self._buffer:
             return
         self._on_step("before_part")
-        self._write_part(rows_to_table(self._buffer, self._columns))
+        self._parts.append(rows_to_table(self._buffer, self._columns))
         self._buffer = []
-        self._on_step("part_written")
-        if len(self._parts) >= COMPACT_PARTS:
-            self._compact()
 
-    def _write_part(self, table: pa.Table) -> None:
-        name = f"{self._folder}/part-{self._next_part:06d}.parquet"
-        with self._store.writer(name, on_written=lambda: self._on_step("part_durable")) as file:
-            pq.write_table(table, file)
-        self._next_part += 1
-        self._parts.append(name)
-
-    def _compact(self) -> None:
-        """Merge all parts into one. Between the two steps rows are there twice, and read once."""
-        old = list(self._parts)
-        self._write_part(self._part_rows())
-        self._on_step("compacted")
-        for name in old:
-            self._store.delete(name)
-        self._parts = self._parts[len(old) :]
-
-    def _part_rows(self) -> pa.Table:
-        """Rows of all parts, each once."""
-        schema = part_schema(self._columns)
-        tables = [self._read_part(name).cast(schema) for name in self._parts]
-        return _first_of_each(pa.concat_tables([schema.empty_table(), *tables]))
-
-    def _rows_so_far(self) -> pa.Table:
-        """All durable rows in order, each once; a retried row is the newer one."""
-        parts = self._part_rows()
-        if self._base is None:
-            return parts.sort_by(ORDINAL)
-        good = self._base.filter(pc.not_equal(self._base.column("status"), "error"))
-        both = pa.concat_tables([parts, good.cast(parts.schema)])
-        return _first_of_each(both).sort_by(ORDINAL)
-
-    # -- committing
-    # -----------------------------------------------------------------------------------
+    # -- committing --------------------------------------------------------------------------
 
     def close(self) -> ShardSummary:
-        """Commit the shard.
+        """Commit the shard. Safe to repeat after an error.
 
         Raises:
             LedgerError: ids out are not ids in.
+            OutputError: the output cannot be written.
         """
         self.checkpoint()
-        table = self._rows_so_far()
+        table = self._durable()
         self._check_complete(table)
+        if self._committed is not None:
+            announce_replacement(self._store, self.shard.name, self._committed)
         self._on_step("before_result")
         name = f"results/{self.shard.name}.parquet"
         write_results(
@@ -256,32 +191,29 @@ class ShardWriter:
             on_written=lambda: self._on_step("result_durable"),
         )
         self._on_step("result_written")
-        summary = summarise(self.shard.index, name, table, self._store)
+        summary = summarise(
+            self.shard.index,
+            name,
+            table,
+            self._store,
+            kept=self._columns.kept,
+            round_=self._round,
+        )
         self._on_step("before_marker")
-        self._store.write(f"_markers/{self.shard.name}.json", summary.to_json())
+        write_marker(self._store, self.shard.name, summary)
         self._on_step("marker_written")
-        self._store.delete_folder(self._folder)
+        self._parts.delete()
         self._on_step("parts_deleted")
         return summary
 
     def _check_complete(self, table: pa.Table) -> None:
         """Ids out are ids in: every row once, in order (C16)."""
         ordinals = table.column(ORDINAL).to_numpy()
-        if not np.array_equal(ordinals, np.arange(self.shard.num_rows)):
+        if self.num_missing or not np.array_equal(ordinals, np.arange(self.shard.num_rows)):
             raise LedgerError(
                 f"{self.shard.name} has {len(ordinals)} results for {self.shard.num_rows} rows "
                 f"({self.num_missing} missing)"
             )
-
-
-def _part_number(name: str) -> int:
-    return int(name.rsplit("-", 1)[-1].split(".")[0])
-
-
-def _first_of_each(table: pa.Table) -> pa.Table:
-    """The first row of each ordinal."""
-    _, first = np.unique(table.column(ORDINAL).to_numpy(), return_index=True)
-    return table if len(first) == table.num_rows else table.take(np.sort(first))
 
 
 def write_results(
@@ -292,7 +224,7 @@ def write_results(
     dataset: Dataset,
     columns: ResultColumns,
     *,
-    on_written: Callable[[], None] | None = None,
+    on_written: Callable[[], None] = lambda: None,
 ) -> None:
     """Write a shard's result file: computed columns in order, joined with the input's kept ones.
 
@@ -304,49 +236,47 @@ def write_results(
         store.writer(name, on_written=on_written) as file,
         pq.ParquetWriter(file, schema, compression="zstd") as writer,
     ):
-        start = 0
-        for kept in _kept_batches(shard, dataset, columns):
+        for group in _groups(_joined(table, shard, dataset, columns, schema)):
+            writer.write_table(group, row_group_size=GROUP_ROWS)
+
+
+def _joined(
+    table: pa.Table, shard: Shard, dataset: Dataset, columns: ResultColumns, schema: pa.Schema
+) -> Iterator[pa.Table]:
+    """Result rows with the kept columns beside them, a batch at a time."""
+    if not columns.kept:
+        yield table.select(schema.names).cast(schema)
+        return
+    start = 0
+    reader = RowReader(dataset, columns.kept)
+    try:
+        for kept in reader.batches(shard):
             part = table.slice(start, kept.num_rows)
             arrays = [
                 kept.column(field.name)
                 if field.name in columns.kept
-                else part.column(field.name).combine_chunks().cast(field.type)
+                else part.column(field.name).cast(field.type)
                 for field in schema
             ]
-            writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
+            yield pa.Table.from_arrays(arrays, schema=schema)
             start += kept.num_rows
-        if start == 0 and not shard.num_rows:
-            writer.write_table(schema.empty_table())
+    finally:
+        reader.close()
 
 
-def _kept_batches(
-    shard: Shard, dataset: Dataset, columns: ResultColumns
-) -> Iterator[pa.RecordBatch | pa.Table]:
-    if columns.kept:
-        reader = RowReader(dataset, columns.kept, batch_rows=WRITE_ROWS)
-        try:
-            yield from reader.batches(shard)
-        finally:
-            reader.close()
-        return
-    for start in range(0, shard.num_rows, WRITE_ROWS):
-        size = min(WRITE_ROWS, shard.num_rows - start)
-        yield pa.table({"": pa.nulls(size)})
-
-
-def summarise(index: int, name: str, table: pa.Table, store: ObjectStore) -> ShardSummary:
-    """The marker of a shard whose result file has been written."""
-    reasons = Counter(r for r in table.column("finish_reason").to_pylist() if r is not None)
-    return ShardSummary(
-        index=index,
-        file=name,
-        num_rows=table.num_rows,
-        num_bytes=int(store.fs.size(store.path(name))),
-        by_status=dict(Counter(table.column("status").to_pylist())),
-        by_finish_reason=dict(reasons),
-        prompt_tokens=pc.sum(table.column("prompt_tokens")).as_py() or 0,
-        completion_tokens=pc.sum(table.column("completion_tokens")).as_py() or 0,
-    )
+def _groups(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+    """Small tables put together to row groups."""
+    held: list[pa.Table] = []
+    rows = num_bytes = 0
+    for table in tables:
+        held.append(table)
+        rows += table.num_rows
+        num_bytes += table.nbytes
+        if rows >= GROUP_ROWS or num_bytes >= GROUP_BYTES:
+            yield pa.concat_tables(held)
+            held, rows, num_bytes = [], 0, 0
+    if held:
+        yield pa.concat_tables(held)
 
 
 def rewrite_kept(
@@ -356,11 +286,22 @@ def rewrite_kept(
     columns: ResultColumns,
     committed: ShardSummary,
 ) -> ShardSummary:
-    """Write a committed shard anew with other kept columns. Nothing is computed."""
+    """Write a committed shard anew with other kept columns. Nothing is computed.
+
+    A crash on the way leaves a whole file, the old or the new, and a marker that says so.
+    """
     computed = part_schema(columns).names[1:]
     with store.fs.open(store.path(committed.file), "rb") as handle:
         table = pq.ParquetFile(handle).read(columns=computed)
+    announce_replacement(store, shard.name, committed)
     write_results(store, committed.file, table, shard, dataset, columns)
-    summary = summarise(shard.index, committed.file, table, store)
-    store.write(f"_markers/{shard.name}.json", summary.to_json())
+    summary = summarise(
+        shard.index,
+        committed.file,
+        table,
+        store,
+        kept=columns.kept,
+        round_=committed.round,
+    )
+    write_marker(store, shard.name, summary)
     return summary

@@ -122,9 +122,9 @@ def by_size(runs: Sequence[JobRun], field: str) -> dict[int, float]:
 
 
 def growth(runs: Sequence[JobRun], field: str) -> float:
-    """The highest median of a figure over all sizes, as a multiple of the smallest size's."""
+    """A figure's median at the largest size, as a multiple of that at the smallest."""
     medians = by_size(runs, field)
-    return max(medians.values()) / medians[min(medians)]
+    return medians[max(medians)] / medians[min(medians)]
 
 
 def checks_of(runs: Sequence[JobRun]) -> list[Check]:

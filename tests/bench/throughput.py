@@ -174,6 +174,8 @@ def main() -> None:
     options.rounds = options.rounds or (1 if options.quick else 3)
     console = Console()
     machine = measure_machine()
+    if machine.load_1min > 0.5:
+        console.print(f"The load is {machine.load_1min:.1f}: these figures will not hold.")
     workload, figures = measure(options, machine, console)
     show(console, machine, workload, figures)
     settings = {"model": MODEL, "dtype": DTYPE, "quick": options.quick, "rounds": options.rounds}

@@ -89,6 +89,17 @@ def test_job_file_with_options_on_top(flows: Shell, tiny_model: Path, tmp_path: 
     assert "7 in 1 shard" in flows.out
 
 
+def test_prompt_without_columns_still_answers_every_row(
+    flows: Shell, tiny_model: Path, tmp_path: Path
+) -> None:
+    job = (
+        SAMPLE, "--model", tiny_model, "--prompt", "Say hello.", "--limit", 3, "--max-tokens", 4,
+        "--memory", "1GiB", "--local", "--output", tmp_path / "out",
+    )  # fmt: skip
+    assert flows("run", *job) == 0
+    assert [row["status"] for row in results(tmp_path / "out")] == ["ok"] * 3
+
+
 def test_c25_job_of_bad_rows_fails(flows: Shell, tiny_model: Path, tmp_path: Path) -> None:
     source = tmp_path / "in.parquet"
     pq.write_table(pa.table({"text": ["", " ", None, "fine"]}), source)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.e2e.conftest import SAMPLE
 
 os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
 os.environ["DO_NOT_TRACK"] = "1"
@@ -112,6 +116,15 @@ def recorded(kind: str, flow_run_id: Any) -> list[Any]:
         return list(client.read_task_runs(flow_run_filter=of_run))
 
 
+def task_run_names(flow_run_id: Any, expected: int) -> list[str]:
+    """Names of the flow run's task runs; the server learns of them a little later."""
+    deadline_s = time.monotonic() + 20.0
+    while len(found := recorded("task runs", flow_run_id)) < expected:
+        assert time.monotonic() < deadline_s, f"{len(found)} task runs, {expected} expected"
+        time.sleep(0.2)
+    return sorted(run.name for run in found)
+
+
 def test_flow_has_one_task_run_per_shard_and_artifacts() -> None:
     runner = FakeRunner({"ok": 29, "error": 1})
     state = run(runner)
@@ -119,8 +132,8 @@ def test_flow_has_one_task_run_per_shard_and_artifacts() -> None:
     assert state.message == "29 ok, 1 error of 30 rows"
     assert sorted(runner.submitted) == [0, 1, 2]
     flow_run_id = state.state_details.flow_run_id
-    names = {run.name for run in recorded("task runs", flow_run_id)}
-    assert names == {f"shard-0000{index} (10 rows)" for index in range(3)}
+    expected = [f"shard-0000{index} (10 rows)" for index in range(3)]
+    assert task_run_names(flow_run_id, 3) == expected
     artifacts = {artifact.type: artifact for artifact in recorded("artifacts", flow_run_id)}
     assert artifacts.keys() == {"progress", "table", "markdown"}
     assert "29 ok, 1 error" in artifacts["markdown"].data
@@ -146,6 +159,22 @@ def test_c25_exit_status_is_that_of_the_flows_state() -> None:
     assert run_as_flow(job(), flow_over(FakeRunner({"error": 30}))) == 1
     with pytest.raises(RuntimeError, match="the device is gone"):
         run_as_flow(job(), flow_over(FakeRunner({"ok": 20}, broken=frozenset({1}))))
+
+
+def test_real_job_runs_as_a_flow(tiny_model: Path, tmp_path: Path) -> None:
+    from flows.prefect_flow import infer
+    from flows.spec import build
+
+    flat = {
+        "input": str(SAMPLE), "prompt": "{{ description }}", "model": str(tiny_model),
+        "limit": 6, "max_tokens": 4, "memory": "1GiB", "output": str(tmp_path / "out"),
+        "shard_tokens": 500,
+    }  # fmt: skip
+    state = infer(build({}, flat), return_state=True)
+    assert state.message == "6 ok of 6 rows"
+    num_shards = len(list((tmp_path / "out" / "results").glob("*.parquet")))
+    assert num_shards > 1
+    assert len(task_run_names(state.state_details.flow_run_id, num_shards)) == num_shards
 
 
 def test_spec_is_the_form() -> None:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import pytest
 from rich.console import Console
 
-from flows.progress import Progress, Snapshot, render, shown, summary_table
+from flows.display import console_progress, render, shown, summary_table
+from flows.progress import Progress, Snapshot
 from flows.summary import JobSummary, duration
 
 
@@ -31,6 +32,7 @@ class Row:
 @dataclass
 class Step:
     phase: str = "decode"
+    num_prefill_tokens: int = 100
     num_decode_tokens: int = 4
     num_running: int = 4
     num_waiting: int = 2
@@ -71,7 +73,7 @@ def test_c49_log_has_one_line_an_interval_with_rows_speed_and_eta() -> None:
     run.progress.start(total_rows=100)
     run.wait(20, rows_a_second=2)
     assert len(run.lines) == 4
-    assert run.lines[-1].startswith("running: 40/100 rows (40.0%), 400 tokens, 20.0 tok/s, ")
+    assert run.lines[-1].startswith("running: 40/100 rows (40.0%), 400 tokens, 20.0 tok/s ")
     assert "ETA 30.0 s" in run.lines[-1]
 
 
@@ -111,6 +113,7 @@ def test_tokens_of_unfinished_rows_count_for_the_speed() -> None:
         run.progress.tick()
     snapshot = run.progress.snapshot()
     assert snapshot.tokens_per_s == pytest.approx(4.0)
+    assert snapshot.prefill_tokens_per_s == pytest.approx(100.0)
     assert (snapshot.phase, snapshot.in_flight, snapshot.waiting) == ("decode", 4, 2)
 
 
@@ -152,6 +155,13 @@ def test_c51_complete_run_is_not_stalled() -> None:
     assert run.lines == []
 
 
+def test_line_before_the_rows_are_counted_tells_what_takes_the_time() -> None:
+    run = Run(interval_s=5.0)
+    run.progress.set_phase("loading the model")
+    run.wait(5)
+    assert run.lines == ["loading the model", "loading the model: 5.0 s so far"]
+
+
 def test_bad_rows_show_in_the_line() -> None:
     run = Run()
     run.progress.start(total_rows=9)
@@ -175,9 +185,10 @@ def test_terminal_gets_a_display_and_a_log_gets_none() -> None:
         progress.start(total_rows=4)
         progress.add_rows([Row()])
     assert "1/4 rows" in screen.getvalue()
-    with shown(Progress(), Console(file=log, force_terminal=False)):
-        pass
-    assert log.getvalue() == ""
+    console = Console(file=log, force_terminal=False, width=20)
+    with shown(console_progress(console), console) as progress:
+        progress.set_phase("loading a model with a [long] name")
+    assert log.getvalue() == "loading a model with a [long] name\n"
 
 
 def test_display_shows_the_stall() -> None:

@@ -11,6 +11,8 @@ from flows.status import render_status, status_lines
 from storage.lease import Holder
 from storage.status import JobStatus
 
+HOLDER = Holder("run-1", 12, "box", 0.0)
+
 
 def status(**changes: Any) -> JobStatus:
     values: dict[str, Any] = {
