@@ -147,7 +147,7 @@ class Catalogue:
         con.execute("CREATE OR REPLACE TEMP TABLE typed AS FROM empty_rows")
         con.unregister("empty_rows")
         columns = ", ".join(
-            f"""NULL::{kind} AS "{column.replace('"', '""')}\""""
+            f"NULL::{kind} AS {_name(column)}"
             for column, kind, *_ in con.execute("DESCRIBE typed").fetchall()
         )
         con.execute(f"CREATE OR REPLACE VIEW {name} AS SELECT {columns} WHERE false")
@@ -180,6 +180,10 @@ def _shards_table(ledger: Ledger) -> pa.Table:
 
 def _quoted(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
+
+
+def _name(text: str) -> str:
+    return '"' + text.replace('"', '""') + '"'
 
 
 def _no_glob(path: str) -> str:

@@ -154,12 +154,7 @@ def test_c16_every_row_once_whatever_happens_to_it(tmp_path: Path) -> None:
         nan_request_ids=frozenset({"in.parquet:5"}), oom_request_ids=frozenset({"in.parquet:9"})
     )
     with pytest.raises(BackendError):
-        broken = FakeFaults(
-            nan_request_ids=faults.nan_request_ids,
-            oom_request_ids=faults.oom_request_ids,
-            fail_at_step=60,
-        )
-        run_job(spec, model=fake_model(faults=broken))
+        run_job(spec, model=fake_model(faults=replace(faults, fail_at_step=60)))
     summary = run_job(spec, model=fake_model(faults=faults))
     rows = results(spec)
     assert [row["row_id"] for row in rows] == [f"in.parquet:{i}" for i in range(150)]
