@@ -226,10 +226,12 @@ class Ledger:
                 self._committed[index] = counted
 
     def _delete_stale_parts(self) -> None:
-        """Parts of rounds that are committed."""
+        """Parts of rounds that are committed, and of a next one where no error is left to retry: its
+        run died between the result file and the marker.
+        """
         found = set(self.store.list_folders(CHECKPOINTS))
         for index, summary in self._committed.items():
-            for round_ in range(summary.round + 1):
+            for round_ in range(summary.round + (1 if summary.num_errors else 2)):
                 folder = parts_folder(self.shards[index].name, round_)
                 if folder in found:
                     self.store.delete_folder(folder)

@@ -169,26 +169,26 @@ def test_ten_kills_of_2000_rows(tmp_path: Path) -> None:
 
 
 def test_kills_of_a_real_model(tiny_model: Path, tmp_path: Path) -> None:
-    """A small Llama in float32, 400 rows, three kills."""
-    write_dataset(tmp_path / "in-400.parquet", 400)
+    """A small Llama in float32, 250 rows, three kills."""
+    write_dataset(tmp_path / "in-250.parquet", 250)
     fields = {
         "model": str(tiny_model), "checkpoint_s": 0.3, "shard_tokens": 6000,
         "keep_columns": ["n"], "sampling": {"max_tokens": 24, "temperature": 1.0},
         "engine": {"max_seqs": 8, "dtype": "float32", "memory": "64MiB"},
     }  # fmt: skip
-    whole = make_spec(tmp_path, 400, output=str(tmp_path / "whole"), **fields)
+    whole = make_spec(tmp_path, 250, output=str(tmp_path / "whole"), **fields)
     one_pass = TokenLog(tmp_path / "one-pass.log", delay_s=0.004)
     run_job(whole, model=counted_real_model(whole, one_pass))
 
-    spec = make_spec(tmp_path, 400, **fields)
+    spec = make_spec(tmp_path, 250, **fields)
     log = TokenLog(tmp_path / "tokens.log")
     with Reader(Path(spec.output)).reading():
         kills = kill_and_finish(
-            tmp_path, spec, log, "--real", "--delay-s", "0.004", pauses_s=[0.9, 0.4, 0.7]
+            tmp_path, spec, log, "--real", "--delay-s", "0.004", pauses_s=[0.9, 0.3, 0.6]
         )
     assert kills >= 2
     rows = results(spec)
-    assert [row["n"] for row in rows] == list(range(400))
+    assert [row["n"] for row in rows] == list(range(250))
     assert comparable(rows) == comparable(results(whole))
     check_bound(log.total(), one_pass.total(), spec, Path(whole.output), rows, kills)
 
@@ -201,8 +201,8 @@ def test_signal_keeps_what_is_finished(
     output = tmp_path / "out"
     command = [
         sys.executable, "-m", "flows.cli", "run", str(SAMPLE), "--model", str(tiny_model),
-        "--prompt", "{{ description }}", "--limit", "90", "--max-tokens", "80", "--ignore-eos", "--local",
-        "--dtype", "float32", "--memory", "64MiB", "--max-seqs", "4", "--checkpoint-s", "0.2",
+        "--prompt", "{{ description }}", "--limit", "90", "--max-tokens", "80", "--ignore-eos",
+        "--local", "--dtype", "float32", "--memory", "64MiB", "--max-seqs", "4", "--checkpoint-s", "0.2",
         "--shard-tokens", "3000", "--output", str(output),
     ]  # fmt: skip
     environment = {**os.environ, "COLUMNS": "200"}
