@@ -31,6 +31,9 @@ class Answered(NamedTuple):
     result: Result
 
 
+MAX_BUFFERED_ROWS = 2000
+"""Rows of a shard that wait in memory for a checkpoint, however fast they come."""
+
 Item = Answered | Settled | StepRecord
 """What travels to the collector."""
 
@@ -42,7 +45,6 @@ class OpenShard:
     shard: Shard
     writer: ShardWriter
     committed: Future[ShardSummary]
-    has_new_rows: bool = False
 
 
 class Collector:
@@ -130,10 +132,12 @@ class Collector:
         for ref, row in rows:
             shard = touched[ref.shard_index] = self._shards[ref.shard_index]
             shard.writer.add(row)
-            shard.has_new_rows = True
         self._progress.add_rows(row for _, row in rows)
         for index in sorted(touched):
-            self._commit_if_complete(touched[index])
+            shard = touched[index]
+            if shard.writer.num_buffered >= MAX_BUFFERED_ROWS:
+                self._checkpoint_shard(shard)
+            self._commit_if_complete(shard)
 
     def _commit_if_complete(self, shard: OpenShard) -> None:
         if shard.writer.num_missing:
@@ -146,7 +150,8 @@ class Collector:
 
     def _checkpoint(self) -> None:
         for shard in self._shards.values():
-            if shard.has_new_rows:
-                shard.writer.checkpoint()
-                shard.has_new_rows = False
+            self._checkpoint_shard(shard)
         self._journal.tick()
+
+    def _checkpoint_shard(self, shard: OpenShard) -> None:
+        shard.writer.checkpoint()

@@ -52,6 +52,9 @@ READY_REQUESTS = 512
 STEP_TIMEOUT_S = 600.0
 """No step takes that long: what does has lost its device."""
 
+STOP_GRACE_S = 15.0
+"""Seconds that a step may still take once the run has been told to stop."""
+
 
 class JobRunner:
     """One run of a job: `with JobRunner(spec) as runner: ...`.
@@ -150,7 +153,12 @@ class JobRunner:
             in_flight=self._in_flight,
             grammar=rules.grammar,
         )
-        self._watchdog = Watchdog(backend, step_timeout_s=self._step_timeout_s, clock=self._clock)
+        self._watchdog = Watchdog(
+            backend,
+            step_timeout_s=self._step_timeout_s,
+            stop_grace_s=STOP_GRACE_S,
+            clock=self._clock,
+        )
         self._threads.start("collector", self._collector.run)
         self._threads.start("watchdog", self._watch)
         self._threads.start("engine", self._drive)

@@ -15,9 +15,6 @@ from schedulers.view import SeqId
 from workers.backends.base import Backend, Batch
 from workers.request import Sampled
 
-STOP_GRACE_S = 15.0
-"""Seconds that a step may still take once the run has been told to stop."""
-
 
 class Step(NamedTuple):
     """A batch that is being computed."""
@@ -72,7 +69,7 @@ class Watchdog:
         backend: WatchedBackend,
         *,
         step_timeout_s: float,
-        stop_grace_s: float = STOP_GRACE_S,
+        stop_grace_s: float,
         clock: Callable[[], float],
     ) -> None:
         self._backend = backend

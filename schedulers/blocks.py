@@ -17,6 +17,7 @@ Keys are a trie, not hashes, so a collision cannot serve another row's text: the
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -27,10 +28,17 @@ _ROOT = 0
 
 
 class BlockKey(NamedTuple):
-    """Content of a full block in its context: equal keys, equal keys and values."""
+    """Content of a full block in its context: equal keys, equal keys and values.
+
+    The token ids are packed (4 bytes each): a pool's worth of keys stays small.
+    """
 
     parent_serial: int
-    token_ids: tuple[int, ...]
+    packed_token_ids: bytes
+
+
+def _pack(token_ids: Sequence[int]) -> bytes:
+    return array("i", token_ids).tobytes()
 
 
 class BlockAccountingError(Exception):
@@ -51,9 +59,18 @@ class BlockManager:
         num_blocks: blocks in the pool.
         block_size: positions per block.
         share_prefixes: whether full prompt blocks are kept and matched.
+        max_cached_blocks: blocks without a holder that are kept for a match; by default a quarter of
+            the pool, and no more than 8192, as what is not matched soon rarely is later.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, share_prefixes: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        share_prefixes: bool = True,
+        max_cached_blocks: int | None = None,
+    ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(
                 f"num_blocks is {num_blocks} and block_size {block_size}; both must be at least 1"
@@ -61,6 +78,9 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.share_prefixes = share_prefixes
+        self.max_cached_blocks = (
+            min(-(-num_blocks // 4), 8192) if max_cached_blocks is None else max_cached_blocks
+        )
         # A stack: what was freed last is warm in the caches, and untouched memory stays untouched.
         self._free: list[int] = list(reversed(range(num_blocks)))
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -95,7 +115,7 @@ class BlockManager:
         size = self.block_size
         serial = _ROOT
         for start in range(0, len(token_ids) - size, size):
-            block = self._block_of.get(BlockKey(serial, tuple(token_ids[start : start + size])))
+            block = self._block_of.get(BlockKey(serial, _pack(token_ids[start : start + size])))
             if block is None:
                 break
             found.append(block)
@@ -148,7 +168,7 @@ class BlockManager:
         serial = self._serial[table[done - 1]] if done else _ROOT
         for index in range(done, num_computed_tokens // size):
             block = table[index]
-            key = BlockKey(serial, tuple(token_ids[index * size : (index + 1) * size]))
+            key = BlockKey(serial, _pack(token_ids[index * size : (index + 1) * size]))
             known = self._block_of.get(key)
             if known is None:
                 self._block_of[key] = block
@@ -176,6 +196,8 @@ class BlockManager:
                     self._free.append(block)
                 else:
                     self._cached[block] = None
+        while len(self._cached) > self.max_cached_blocks:
+            self._free.append(self._evict())
 
     def _hold(self, block: int) -> None:
         if self._holders[block] == 0:
@@ -189,6 +211,10 @@ class BlockManager:
             raise BlockAccountingError(
                 f"all {self.num_blocks} blocks are held by {len(self._tables)} sequences"
             )
+        return self._evict()
+
+    def _evict(self) -> int:
+        """Forget the content of the cached block that was freed first."""
         block, _ = self._cached.popitem(last=False)
         key = self._key[block]
         assert key is not None

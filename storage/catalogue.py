@@ -86,6 +86,8 @@ class Catalogue:
         Returns:
             A warning when the file could not be written; None when all is well.
         """
+        if "?" in str(self._folder):
+            return f"{FILE} was not written: DuckDB takes the '?' in {self._folder} for options"
         try:
             con = self._connect()
             try:

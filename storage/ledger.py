@@ -226,8 +226,8 @@ class Ledger:
                 self._committed[index] = counted
 
     def _delete_stale_parts(self) -> None:
-        """Parts of rounds that are committed, and of a next one where no error is left to retry: its
-        run died between the result file and the marker.
+        """Parts of rounds that are committed, and of a next one where no error is left to retry:
+        its run died between the result file and the marker.
         """
         found = set(self.store.list_folders(CHECKPOINTS))
         for index, summary in self._committed.items():

@@ -114,6 +114,8 @@ def result_schema(input_schema: pa.Schema, columns: ResultColumns) -> pa.Schema:
     first, *rest = computed_fields(columns)
     taken = {field.name for field in (first, *rest)}
     for name in columns.kept:
+        if columns.kept.count(name) > 1:
+            raise InputError(f"column {name!r} is to be kept twice; name it once")
         if name not in input_schema.names:
             raise InputError(
                 f"column {name!r} is to be kept, but the input has {', '.join(input_schema.names)}"

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
+from fsspec.implementations.local import LocalFileSystem
 
 from storage.errors import InputError
 from storage.shards import Shard, Span
@@ -23,6 +24,10 @@ BATCH_BYTES = 16 << 20
 """A batch has fewer rows where rows are large, so that it is about this size at most."""
 READ_BYTES = 1 << 20
 """Column chunks are read in pieces of this size; without it, each chunk is read whole."""
+FETCH_BYTES = 4 << 20
+"""The same over a network. One range request each: fsspec's own read-ahead has one window for the
+whole file, and two columns would push each other out of it and fetch everything several times.
+"""
 
 
 class Row(NamedTuple):
@@ -66,20 +71,19 @@ class RowReader:
         wanted = self._columns if id_column is None else (*self._columns, id_column)
         ordinal = 0
         for span, batch, first in self._batches(shard, tuple(dict.fromkeys(wanted))):
-            file = self._dataset.files[span.file_index]
-            values = batch_to_rows(batch)
-            rows: list[Row] = []
-            for offset, row in enumerate(values):
-                if ordinal not in skip:
-                    name = (
-                        f"{file.name}:{first + offset}"
-                        if id_column is None
-                        else str(row[id_column])
+            wanted_here = [n for n in range(batch.num_rows) if ordinal + n not in skip]
+            if wanted_here:
+                values = batch_to_rows(batch)
+                name = self._dataset.files[span.file_index].name
+                yield [
+                    Row(
+                        ordinal + n,
+                        f"{name}:{first + n}" if id_column is None else _id(values[n][id_column]),
+                        values[n],
                     )
-                    rows.append(Row(ordinal, name, row))
-                ordinal += 1
-            if rows:
-                yield rows
+                    for n in wanted_here
+                ]
+            ordinal += batch.num_rows
 
     def batches(self, shard: Shard) -> Iterator[pa.RecordBatch]:
         """The wanted columns of all rows of a shard, as Arrow, with the dataset's types."""
@@ -118,13 +122,15 @@ class _Cursor:
         self._file: InputFile = dataset.files[span.file_index]
         self._schema = pa.schema([dataset.schema.field(column) for column in columns])
         stored = [column for column in columns if column not in self._file.partitions]
+        group = self._file.row_groups[span.row_group]
+        # A column has to be read to learn how many rows a batch has; the smallest is enough.
+        read = stored or [min(group.column_bytes, key=lambda name: group.column_bytes[name])]
+        read_bytes = READ_BYTES if isinstance(dataset.fs, LocalFileSystem) else FETCH_BYTES
         try:
-            self._handle = dataset.fs.open(self._file.path, "rb")
-            parquet = pq.ParquetFile(self._handle, buffer_size=READ_BYTES, pre_buffer=False)
-            # A column has to be read to learn how many rows a batch has.
-            read = stored or [parquet.schema_arrow.names[0]]
+            self._handle = dataset.fs.open(self._file.path, "rb", cache_type="none")
+            parquet = pq.ParquetFile(self._handle, buffer_size=read_bytes, pre_buffer=False)
             self._source: Iterator[pa.RecordBatch] = parquet.iter_batches(
-                batch_size=_batch_rows(self._file.row_groups[span.row_group], read, batch_rows),
+                batch_size=_batch_rows(group, read, batch_rows),
                 row_groups=[span.row_group],
                 columns=read,
                 use_threads=False,
@@ -238,6 +244,16 @@ def _decoded(value: Any) -> Any:
     return value
 
 
+def _id(value: Any) -> str:
+    """A row id; of bytes, the text that they are, or their hexadecimal digits."""
+    if not isinstance(value, bytes):
+        return str(value)
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError:
+        return value.hex()
+
+
 def read_shard(
     dataset: Dataset, shard: Shard, columns: Sequence[str], *, skip: Container[int] = ()
 ) -> Iterator[list[Row]]:
@@ -274,7 +290,8 @@ def sample_rows(dataset: Dataset, columns: Sequence[str], count: int) -> list[di
                 rows.extend(row.values for row in batch)
     finally:
         reader.close()
-    return rows[:count]
+    count = min(count, len(rows))
+    return [rows[index * len(rows) // count] for index in range(count)]
 
 
 def check_unique_ids(dataset: Dataset) -> None:
@@ -288,28 +305,21 @@ def check_unique_ids(dataset: Dataset) -> None:
     column = dataset.id_column
     if column is None:
         return
-    reader = RowReader(dataset, (), batch_rows=4096)
     hashes: list[np.ndarray] = []
-    try:
-        for span in whole(dataset):
-            for rows in reader.rows(Shard(0, (span,), 0)):
-                for row in rows:
-                    if row.values[column] is None:
-                        raise InputError(
-                            f"the id column {column!r} has a null (row {row.ordinal} of row group "
-                            f"{span.row_group} in {dataset.files[span.file_index].name})"
-                        )
-                hashes.append(
-                    np.array([xxhash.xxh3_64_intdigest(r.row_id.encode()) for r in rows], np.uint64)
+    for span, rows in _all_ids(dataset):
+        for row in rows:
+            if row.values[column] is None:
+                raise InputError(
+                    f"the id column {column!r} has a null (row {row.ordinal} of row group "
+                    f"{span.row_group} in {dataset.files[span.file_index].name})"
                 )
-    finally:
-        reader.close()
+        hashes.append(np.array([_digest(row.row_id) for row in rows], np.uint64))
     if not hashes:
         return
     every = np.sort(np.concatenate(hashes))
     again = every[1:][every[1:] == every[:-1]]
-    if len(again):
-        twice = _find_id(dataset, int(again[0]))
+    twice = _first_duplicate(dataset, set(again.tolist())) if len(again) else None
+    if twice is not None:
         raise InputError(
             f"the id column {column!r} has duplicates, such as {twice!r}; every row needs its own "
             "id, or leave --id-column out"
@@ -326,12 +336,27 @@ def whole(dataset: Dataset) -> Iterator[Span]:
             first_row += group.num_rows
 
 
-def _find_id(dataset: Dataset, digest: int) -> str:
+def _all_ids(dataset: Dataset) -> Iterator[tuple[Span, list[Row]]]:
     reader = RowReader(dataset, (), batch_rows=4096)
-    for span in whole(dataset):
-        for rows in reader.rows(Shard(0, (span,), 0)):
-            for row in rows:
-                if xxhash.xxh3_64_intdigest(row.row_id.encode()) == digest:
-                    reader.close()
+    try:
+        for span in whole(dataset):
+            for rows in reader.rows(Shard(0, (span,), 0)):
+                yield span, rows
+    finally:
+        reader.close()
+
+
+def _digest(row_id: str) -> int:
+    return xxhash.xxh3_64_intdigest(row_id.encode())
+
+
+def _first_duplicate(dataset: Dataset, digests: set[int]) -> str | None:
+    """The first id that is there twice; None when only digests were the same."""
+    seen: set[str] = set()
+    for _, rows in _all_ids(dataset):
+        for row in rows:
+            if _digest(row.row_id) in digests:
+                if row.row_id in seen:
                     return row.row_id
-    return "?"
+                seen.add(row.row_id)
+    return None

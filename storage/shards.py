@@ -88,9 +88,9 @@ def cut_shards(
     for span, per_row in _row_groups(dataset, cost, limit):
         start = span.start
         while start < span.stop:
-            room = target_tokens - tokens
-            fits = span.stop - start if per_row <= 0 else int(room / per_row)
-            count = min(span.stop - start, max(1 if not spans else 0, fits))
+            room, left = target_tokens - tokens, span.stop - start
+            fits = left if left * per_row <= room else int(room / per_row)
+            count = min(left, max(1 if not spans else 0, fits))
             if count:
                 spans.append(span._replace(start=start, stop=start + count))
                 tokens += count * per_row

@@ -19,6 +19,7 @@ import xxhash
 from storage.errors import InputError
 
 MAGIC = b"PAR1"
+TAIL_BYTES = 256 << 10
 GLOB = re.compile(r"[*?\[]")
 ENDINGS = (".parquet", ".parq", ".pq")
 
@@ -46,8 +47,9 @@ class InputFile:
         num_rows: rows.
         row_groups: in order.
         partitions: hive columns (`key=value` folders) of this file.
-        fingerprint: of size and footer. Every edit of a Parquet file changes its footer; a copy
-            does not.
+        fingerprint: of size, footer and the last `TAIL_BYTES`; a copy has the same. An edit of a
+            larger file that keeps its size, and the sizes and extremes of all columns, goes
+            unnoticed: to see it, all data would have to be read.
     """
 
     path: str
@@ -106,7 +108,7 @@ def open_dataset(
         )
     digest = xxhash.xxh3_128()
     for file in files:
-        digest.update(f"{file.name}\0{file.fingerprint}\0".encode())
+        digest.update(f"{file.name}\0{file.fingerprint}\0".encode("utf-8", "surrogatepass"))
     return Dataset(
         files=files,
         schema=schema,
@@ -119,6 +121,7 @@ def open_dataset(
 
 def _find(fs: Any, path: str, root: str) -> list[tuple[str, str]]:
     """(full path, relative name) of every data file, sorted by name."""
+    fs.invalidate_cache()  # a long-lived process may have listed it before
     try:
         if fs.isdir(root):
             found, base = fs.find(root), root
@@ -149,7 +152,10 @@ def _expand(fs: Any, pattern: str) -> list[str]:
 
 
 def _hidden(name: str) -> bool:
-    return any(part.startswith(("_", ".")) for part in name.split("/"))
+    *folders, own = name.split("/")
+    return own.startswith(("_", ".")) or any(
+        folder.startswith(("_", ".")) and "=" not in folder for folder in folders
+    )
 
 
 def _read_footer(fs: Any, full: str, name: str) -> tuple[InputFile, pa.Schema]:
@@ -162,8 +168,9 @@ def _read_footer(fs: Any, full: str, name: str) -> tuple[InputFile, pa.Schema]:
             metadata, schema = parquet.metadata, parquet.schema_arrow
     except (pa.ArrowException, ValueError, OSError, struct.error) as fault:
         raise InputError(f"{full} is not a readable Parquet file: {fault}") from fault
-    groups = tuple(_row_group(metadata, index) for index in range(metadata.num_row_groups))
     _check_names(schema.names, full)
+    columns = _column_names(metadata, schema.names)
+    groups = tuple(_row_group(metadata, index, columns) for index in range(metadata.num_row_groups))
     schema = schema.remove_metadata()
     partitions = _partitions(name)
     return InputFile(full, name, metadata.num_rows, groups, partitions, fingerprint), schema
@@ -179,19 +186,28 @@ def _footer_fingerprint(handle: Any, size: int) -> str:
     (length,) = struct.unpack("<I", tail[:4])
     if length + 12 > size:
         raise ValueError(f"its footer of {length} bytes is larger than the file")
-    handle.seek(size - 8 - length)
-    digest = xxhash.xxh3_128(handle.read(length))
+    handle.seek(size - min(size, max(TAIL_BYTES, 8 + length)))
+    digest = xxhash.xxh3_128(handle.read())
     digest.update(str(size).encode())
     return digest.hexdigest()
 
 
-def _row_group(metadata: Any, index: int) -> RowGroup:
+def _column_names(metadata: Any, names: list[str]) -> list[str]:
+    """The column of the schema that each leaf of a Parquet file belongs to. A column's own name may
+    have dots.
+    """
+    longest_first = sorted(names, key=len, reverse=True)
+    paths = [metadata.schema.column(index).path for index in range(metadata.num_columns)]
+    return [
+        next(name for name in longest_first if f"{path}.".startswith(f"{name}.")) for path in paths
+    ]
+
+
+def _row_group(metadata: Any, index: int, columns: list[str]) -> RowGroup:
     group = metadata.row_group(index)
-    column_bytes: dict[str, int] = {}
-    for column in range(group.num_columns):
-        chunk = group.column(column)
-        top = chunk.path_in_schema.split(".", 1)[0]
-        column_bytes[top] = column_bytes.get(top, 0) + chunk.total_uncompressed_size
+    column_bytes = dict.fromkeys(columns, 0)
+    for number, name in enumerate(columns):
+        column_bytes[name] += group.column(number).total_uncompressed_size
     return RowGroup(group.num_rows, column_bytes)
 
 

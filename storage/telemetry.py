@@ -46,7 +46,7 @@ class TelemetryWriter:
     """
 
     def __init__(
-        self, store: ObjectStore, table: str, run_id: str, *, flush_rows: int = 5000
+        self, store: ObjectStore, table: str, run_id: str, *, flush_rows: int = 1000
     ) -> None:
         self._store = store
         self._table = table

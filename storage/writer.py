@@ -134,6 +134,11 @@ class ShardWriter:
         ordinals = pa.array(np.arange(table.num_rows, dtype=np.int64))
         return table.add_column(0, schema.field(0), ordinals).cast(schema)
 
+    @property
+    def num_buffered(self) -> int:
+        """Rows that a crash would lose now."""
+        return len(self._buffer)
+
     # -- adding ------------------------------------------------------------------------------
 
     def add(self, row: ResultRow) -> None:
@@ -204,6 +209,7 @@ class ShardWriter:
         self._on_step("marker_written")
         self._parts.delete()
         self._on_step("parts_deleted")
+        pa.default_memory_pool().release_unused()
         return summary
 
     def _check_complete(self, table: pa.Table) -> None:

@@ -48,23 +48,18 @@ def test_c15_truncation_leaves_room_and_keeps_the_other_side(tmp_path: Path, sid
     words = [f"w{index}" for index in range(5000)]
     source = write_table(tmp_path / "in.parquet", text=["a b", " ".join(words), "c d"])
     witness = Witness()
-    spec = make_spec(
-        tmp_path, input=source, prompt="Say: {{ text }} please", on_too_long=f"truncate_{side}"
-    )
+    spec = make_spec(tmp_path, input=source, on_too_long=f"truncate_{side}")
     summary = run_job(spec, model=fake_model(on_execute=witness))
     assert summary.by_status == {"ok": 3}
     room = LONGEST - spec.sampling.max_tokens
     prompt = list(witness.prompts["in.parquet:1"])
     assert 0.9 * room < len(prompt) <= room
-    (expected,) = WordTokenizer().encode_batch(
-        ["Say: " + " ".join(words) + " please"], add_special_tokens=False
-    )
+    (whole,) = WordTokenizer().encode_batch([" ".join(words)], add_special_tokens=False)
+    # The cut may go through a word; the words next to it are whole.
     if side == "left":
-        assert prompt[0] == expected[0], "the template stays"
-        assert prompt[-500:] == expected[-500:]
+        assert prompt[1:] == whole[1 - len(prompt) :]
     else:
-        assert prompt[-1] == expected[-1], "the template stays"
-        assert prompt[:500] == expected[:500]
+        assert prompt[:-1] == whole[: len(prompt) - 1]
 
 
 def test_c15_on_too_long_fail_ends_the_job_and_names_the_row(tmp_path: Path) -> None:
@@ -78,6 +73,13 @@ def test_c15_on_too_long_fail_ends_the_job_and_names_the_row(tmp_path: Path) -> 
 def utf8_faults() -> pa.Array:
     """Strings with bytes that are no UTF-8, and with a lone surrogate."""
     return pa.array([b"good", b"bad \xff\xfe", b"half \xed\xa0\x80", None]).view(pa.string())
+
+
+def exact(column: pa.Array) -> list[str]:
+    """Values so that they can be compared: NaN equals itself, and text need not be UTF-8."""
+    if pa.types.is_string(column.type):
+        column = column.view(pa.binary())
+    return [repr(value) for value in column.to_pylist()]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +104,7 @@ def test_c17_odd_values_are_rows_with_a_status(
     assert run_job(spec, model=fake_model()).complete
     rows = pq.read_table(tmp_path / "out" / "results")
     assert rows["status"].to_pylist() == expected
-    assert rows["odd"].combine_chunks().equals(column), "kept as it was"
+    assert exact(rows["odd"].combine_chunks()) == exact(column), "kept as it was"
     for status, error, message in zip(
         expected, rows["error_type"].to_pylist(), rows["error_message"].to_pylist(), strict=True
     ):

@@ -202,8 +202,8 @@ def test_signal_keeps_what_is_finished(
     command = [
         sys.executable, "-m", "flows.cli", "run", str(SAMPLE), "--model", str(tiny_model),
         "--prompt", "{{ description }}", "--limit", "90", "--max-tokens", "80", "--ignore-eos",
-        "--local", "--dtype", "float32", "--memory", "64MiB", "--max-seqs", "4", "--checkpoint-s", "0.2",
-        "--shard-tokens", "3000", "--output", str(output),
+        "--local", "--dtype", "float32", "--memory", "64MiB", "--max-seqs", "4",
+        "--checkpoint-s", "0.2", "--shard-tokens", "3000", "--output", str(output),
     ]  # fmt: skip
     environment = {**os.environ, "COLUMNS": "200"}
     with subprocess.Popen(

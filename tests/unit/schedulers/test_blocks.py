@@ -14,7 +14,7 @@ SIZE = 4
 
 @pytest.fixture
 def blocks():
-    manager = BlockManager(8, SIZE)
+    manager = BlockManager(8, SIZE, max_cached_blocks=8)
     yield manager
     manager.check_integrity()
 
@@ -70,6 +70,15 @@ def test_children_are_evicted_before_their_parents(blocks: BlockManager) -> None
     assert blocks.match_prefix([*range(12), 0]).num_tokens == 8
 
 
+def test_no_more_is_kept_than_allowed() -> None:
+    blocks = BlockManager(8, SIZE, max_cached_blocks=1)
+    fill(blocks, 0, list(range(12)))
+    blocks.close(SeqId(0))
+    blocks.check_integrity()
+    assert blocks.match_prefix([*range(12), 0]).num_tokens == SIZE
+    assert blocks.num_free_blocks == 8
+
+
 def test_asking_for_more_than_there_is_is_an_error(blocks: BlockManager) -> None:
     blocks.open(SeqId(0), [1])
     with pytest.raises(BlockAccountingError, match="all 8 blocks"):
@@ -93,7 +102,7 @@ def test_without_sharing_nothing_is_kept() -> None:
 @given(data=st.data())
 def test_random_operations_keep_every_law_and_serve_only_equal_content(data: st.DataObject) -> None:
     """Against a model: what each block holds. A match must return exactly the tokens asked for."""
-    blocks = BlockManager(10, SIZE)
+    blocks = BlockManager(10, SIZE, max_cached_blocks=data.draw(st.integers(0, 10)))
     content: dict[int, tuple[int, ...]] = {}  # block -> the whole prefix up to and with the block
     alive: dict[int, list[int]] = {}
     for seq in range(data.draw(st.integers(1, 25))):

