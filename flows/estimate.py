@@ -11,10 +11,8 @@ from storage.shards import TokenCost
 SAMPLE_ROWS = 256
 
 
-def token_cost(
-    job: PreparedJob, *, mean_prompt_tokens: float, answer_tokens: int
-) -> TokenCost:
-    """Cost of a row from the mean prompt of a sample, spread over rows by the bytes of their columns.
+def token_cost(job: PreparedJob, *, mean_prompt_tokens: float, answer_tokens: int) -> TokenCost:
+    """Cost of a row: the mean prompt of a sample, spread over rows by the bytes of their columns.
 
     Args:
         job: the job.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 
@@ -92,7 +92,7 @@ class Journal:
         journal._update_catalogue()
         return journal
 
-    # -- what there is ------------------------------------------------------------------------------
+    # -- what there is --
 
     @property
     def total_rows(self) -> int:
@@ -121,7 +121,7 @@ class Journal:
             self._writers[shard.index] = self.ledger.writer(shard)
         return self._writers[shard.index]
 
-    # -- what happens -------------------------------------------------------------------------------
+    # -- what happens --
 
     def add_step(self, step: StepRecord) -> None:
         self._steps.add(asdict(step))
@@ -159,14 +159,11 @@ class Journal:
         by_status: Counter[str] = Counter()
         by_reason: Counter[str] = Counter()
         prompt = completion = 0
-        for marker in self.ledger.committed.values():
-            by_status.update(marker.by_status)
-            by_reason.update(marker.by_finish_reason)
-            prompt += marker.prompt_tokens
-            completion += marker.completion_tokens
-        for writer in self._writers.values():
-            if writer.shard.index not in self.ledger.committed:
-                by_status.update(writer.counts())
+        for shard in self._shard_summaries():
+            by_status.update(shard.by_status)
+            by_reason.update(shard.by_finish_reason)
+            prompt += shard.prompt_tokens
+            completion += shard.completion_tokens
         return JobSummary(
             total_rows=self.total_rows,
             by_status=dict(by_status),
@@ -179,3 +176,9 @@ class Journal:
             complete=len(self.ledger.committed) == len(self.ledger.shards),
             stopped=stopped,
         )
+
+    def _shard_summaries(self) -> Iterator[ShardSummary]:
+        yield from self.ledger.committed.values()
+        for writer in self._writers.values():
+            if writer.shard.index not in self.ledger.committed:
+                yield writer.so_far()

@@ -15,7 +15,10 @@ from workers.request import Completion, Result, Sampled
 class Decoder(Protocol):
     """The part of a tokenizer that is needed here."""
 
-    def decode_batch(self, token_ids: Sequence[Sequence[int]]) -> list[str]: ...
+    def decode_batch(self, batch: Sequence[Sequence[int]]) -> list[str]: ...
+    def text(self, ids: Sequence[int], *, stop_string: str | None = None) -> str:
+        """A completion's text, cut before the stop string that its last token completed."""
+        ...
 
 
 class RowMaker:
@@ -55,8 +58,9 @@ class RowMaker:
         decoded = self._decoder.decode_batch([c.token_ids for c in completions])
         for completion, text in zip(completions, decoded, strict=True):
             stop = completion.stop_string
-            # The last token completed the stop string, so its last occurrence is the one.
-            yield text if stop is None else text[: max(0, text.rfind(stop))]
+            yield (
+                text if stop is None else self._decoder.text(completion.token_ids, stop_string=stop)
+            )
 
     def _answered_row(self, ref: RowRef, result: Result, texts: Iterator[str]) -> ResultRow:
         row = ResultRow(
@@ -91,7 +95,11 @@ class RowMaker:
         if fault is None and row.finish_reason == "length":
             fault = "the output was cut at max_tokens"
         if fault is not None:
-            row.status, row.error_type, row.error_message = "invalid_output", "invalid_output", fault
+            row.status, row.error_type, row.error_message = (
+                "invalid_output",
+                "invalid_output",
+                fault,
+            )
 
 
 def _settled_row(item: Settled) -> ResultRow:

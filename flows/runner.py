@@ -95,7 +95,7 @@ class JobRunner:
         self._watchdog: Watchdog | None = None
         self._stopped: str | None = None
 
-    # -- start ------------------------------------------------------------------------------------
+    # -- start --
 
     def __enter__(self) -> Self:
         self.job: PreparedJob = prepare(self.spec)
@@ -175,8 +175,7 @@ class JobRunner:
             row_timeout_s=self.spec.row_timeout_s,
         )
 
-    # -- the threads' bodies
-    # ------------------------------------------------------------------------
+    # -- the threads' bodies --
 
     def _read(self, shard: Shard) -> Iterator[list[Row]]:
         """Rows of a shard that have no result yet."""
@@ -214,7 +213,7 @@ class JobRunner:
             )
         self._threads.release(Stopped())
 
-    # -- work -------------------------------------------------------------------------------------
+    # -- work --
 
     def submit(self, shard: Shard) -> Future[ShardSummary]:
         """Queue a shard; the future is done when it is committed.

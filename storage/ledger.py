@@ -135,7 +135,7 @@ class Ledger:
             raise
         return Opened(ledger, resumed)
 
-    # -- what there is to do -----------------------------------------------------------------
+    # -- what there is to do --
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -187,7 +187,7 @@ class Ledger:
         """Give the output back."""
         self._lease.release()
 
-    # -- what a crash or another job spec left -------------------------------------------------
+    # -- what a crash or another job spec left --
 
     def _settle(self, output: Mapping[str, Any]) -> None:
         """Bring what is committed in line with the record; nothing is computed again (C12).

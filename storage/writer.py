@@ -83,7 +83,7 @@ class ShardWriter:
         self._done = self._find_done(retry_errors or committed is not None)
         self.num_missing = shard.num_rows - int(self._done.sum())
 
-    # -- what is there -----------------------------------------------------------------------
+    # -- what is there --
 
     def is_done(self, ordinal: int) -> bool:
         """Whether a row has its final result."""
@@ -139,7 +139,7 @@ class ShardWriter:
         """Rows that a crash would lose now."""
         return len(self._buffer)
 
-    # -- adding ------------------------------------------------------------------------------
+    # -- adding --
 
     def add(self, row: ResultRow) -> None:
         """Take a row's result.
@@ -170,7 +170,7 @@ class ShardWriter:
         self._parts.append(rows_to_table(self._buffer, self._columns))
         self._buffer = []
 
-    # -- committing --------------------------------------------------------------------------
+    # -- committing --
 
     def close(self) -> ShardSummary:
         """Commit the shard. Safe to repeat after an error.

@@ -178,9 +178,7 @@ class Attention:
         self.deterministic = deterministic
         self.decode: DecodeAttention = partial(torch_decode_attention, alone=deterministic)
         num_groups = num_heads // num_kv_heads
-        if native.supports(
-            dtype=dtype, device=device, num_groups=num_groups, head_size=head_size
-        ):
+        if native.supports(dtype=dtype, device=device, num_groups=num_groups, head_size=head_size):
             self.decode = native_decode_attention
 
     def __call__(

@@ -91,7 +91,7 @@ class Engine:
         self._num_steps = 0
         self._stopping = False
 
-    # -- the loop ---------------------------------------------------------------------------------
+    # -- the loop --
 
     def run(self, requests: Iterable[Request] | RequestSource) -> Iterator[Result]:
         """Yield one result per request, in order of completion.
@@ -128,7 +128,7 @@ class Engine:
         """Requests taken in that have no result yet."""
         return self._rows.num_open
 
-    # -- plan -------------------------------------------------------------------------------------
+    # -- plan --
 
     def _plan(self) -> Plan:
         plan = self.policy.plan(self._view(), self._budget)
@@ -154,7 +154,7 @@ class Engine:
             now_s=self._clock(),
         )
 
-    # -- apply ------------------------------------------------------------------------------------
+    # -- apply --
 
     def _apply(self, plan: Plan) -> Batch:
         """Move sequences and blocks as planned; integers only."""
@@ -194,7 +194,7 @@ class Engine:
         table = self.blocks.table(seq.seq_id)
         return Segment(seq, start, num_tokens, table, start + num_tokens == seq.num_tokens)
 
-    # -- execute ----------------------------------------------------------------------------------
+    # -- execute --
 
     def _execute(self, batch: Batch) -> tuple[dict[SeqId, Sampled], float]:
         """Compute, in smaller batches when the device has no memory for this one."""
@@ -224,7 +224,7 @@ class Engine:
         self._fail(batch.segments[0].seq, RowError("out_of_memory", str(error)))
         return []
 
-    # -- resume -----------------------------------------------------------------------------------
+    # -- resume --
 
     def _resume(self, batch: Batch, sampled: dict[SeqId, Sampled]) -> list[Finished]:
         """Give every sequence of the batch what it waited for, and let its coroutine go on."""
@@ -299,7 +299,7 @@ class Engine:
                 )
                 self._fail(seq, RowError("timeout", message))
 
-    # -- intake -----------------------------------------------------------------------------------
+    # -- intake --
 
     def _take_in(self) -> None:
         room = self.config.window - len(self._waiting)
@@ -356,7 +356,7 @@ class Engine:
             )
         return None
 
-    # -- bookkeeping ------------------------------------------------------------------------------
+    # -- bookkeeping --
 
     def _abandon(self) -> None:
         """Give everything back that is still in flight after a stop."""

@@ -63,6 +63,10 @@ class WordTokenizer:
     def decode_batch(self, batch: Sequence[Sequence[int]]) -> list[str]:
         return [" ".join(f"<{token}>" for token in ids if token) for ids in batch]
 
+    def text(self, ids: Sequence[int], *, stop_string: str | None = None) -> str:
+        (whole,) = self.decode_batch([ids])
+        return whole if stop_string is None else whole[: whole.rfind(stop_string)]
+
     def render_chat(self, messages: Sequence[Mapping[str, object]]) -> str:
         raise ValueError("no chat template")
 

@@ -106,7 +106,7 @@ def test_c30_many_small_shards_keep_the_engine_as_full_as_one(tmp_path: Path) ->
             tmp_path, 400, output=str(tmp_path / name), shard_tokens=shard_tokens,
             engine={"max_seqs": 32, "policy": "mixed"},
         )  # fmt: skip
-        run_job(spec, model=fake_model())
+        run_job(spec, model=fake_model(on_execute=Witness(delay_s=0.01)))
         steps = steps_of(tmp_path / name)
         busy = [step for step in steps if step["num_waiting"] + step["num_running"] >= 32]
         mean = sum(step["num_seqs"] for step in busy) / len(busy)

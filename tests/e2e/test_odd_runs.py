@@ -202,7 +202,7 @@ def test_stop_in_the_middle_keeps_the_finished_rows_and_counts_them(tmp_path: Pa
 
     def on_execute(batch: Any) -> None:
         witness(batch)
-        if witness.num_tokens > 4000:
+        if runner and witness.num_tokens > 4000:
             runner[0].stop("seen enough")
 
     summary = run_job(spec, model=fake_model(on_execute=on_execute), on_start=runner.append)

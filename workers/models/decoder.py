@@ -117,9 +117,7 @@ class DecoderModel:
         heads = [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads]
         q_TNH, k_TKH, v_TKH = qkv_TAH.split(heads, dim=1)
         kv = pool.layers[index]
-        attended_TNH = self.attention(
-            q_TNH, k_TKH, v_TKH, kv, step.attention, window=layer.window
-        )
+        attended_TNH = self.attention(q_TNH, k_TKH, v_TKH, kv, step.attention, window=layer.window)
         return attended_TNH.flatten(1)
 
     def _head(self, x_SD: Tensor) -> Tensor:

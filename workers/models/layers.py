@@ -193,9 +193,7 @@ class DecoderLayer:
         yield from self.down.places(f"{name}.mlp.down_proj")
 
 
-def in_tiles(
-    function: Callable[..., Tensor], tile_rows: int | None, *tensors: Tensor
-) -> Tensor:
+def in_tiles(function: Callable[..., Tensor], tile_rows: int | None, *tensors: Tensor) -> Tensor:
     """Apply a row-wise function to tiles of rows, or to all at once when `tile_rows` is None.
 
     In tiles every call has the same shapes, so a row's result does not depend on how many rows

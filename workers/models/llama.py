@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from workers.models.config import ConfigReader, ModelConfig
 
 
 def read_config(architecture: str, reader: ConfigReader) -> ModelConfig:
     """Options of a Llama model."""
     bias = reader.flag("attention_bias", default=False)
-    shared = reader.shared() | {
+    shared: dict[str, Any] = reader.shared() | {
         "attention_bias": bias,
         "output_bias": bias,
         "mlp_bias": reader.flag("mlp_bias", default=False),

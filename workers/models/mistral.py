@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from workers.models.config import ConfigReader, ModelConfig
 
 
 def read_config(architecture: str, reader: ConfigReader) -> ModelConfig:
     """Options of a Mistral model."""
-    shared = reader.shared() | {"windows": reader.layer_windows(default_full_layers=0)}
+    shared: dict[str, Any] = reader.shared() | {
+        "windows": reader.layer_windows(default_full_layers=0)
+    }
     return ModelConfig(architecture=architecture, **shared)

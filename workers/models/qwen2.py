@@ -1,13 +1,18 @@
-"""Qwen2 and Qwen2.5: biases on q, k and v; a sliding window in the upper layers when switched on."""
+"""Qwen2 and Qwen2.5: biases on q, k, v; a sliding window in the upper layers if switched on."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from workers.models.config import ConfigReader, ModelConfig
 
 
 def read_config(architecture: str, reader: ConfigReader) -> ModelConfig:
     """Options of a Qwen2 model."""
-    shared = reader.shared() | {"attention_bias": True, "windows": qwen_windows(reader)}
+    shared: dict[str, Any] = reader.shared() | {
+        "attention_bias": True,
+        "windows": qwen_windows(reader),
+    }
     return ModelConfig(architecture=architecture, **shared)
 
 

@@ -1,6 +1,8 @@
-"""Qwen3: q and k heads normalised before the rotary embedding; biases only where the config asks."""
+"""Qwen3: q and k heads normalised before the rotary embedding; biases where the config asks."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from workers.models.config import ConfigReader, ModelConfig
 from workers.models.qwen2 import qwen_windows
@@ -9,7 +11,7 @@ from workers.models.qwen2 import qwen_windows
 def read_config(architecture: str, reader: ConfigReader) -> ModelConfig:
     """Options of a Qwen3 model."""
     bias = reader.flag("attention_bias", default=False)
-    shared = reader.shared() | {
+    shared: dict[str, Any] = reader.shared() | {
         "attention_bias": bias,
         "output_bias": bias,
         "qk_norm": True,

@@ -137,7 +137,7 @@ class Job:
             ledger.release()
 
     def results(self) -> list[dict[str, Any]]:
-        """What a reader of the output sees now: all files under `results/`, which must be whole."""
+        """What a reader of the output sees now: all files under `results/`; each must be whole."""
         files = sorted((self.output / "results").glob("*.parquet"))
         return [row for file in files for row in pq.read_table(file).to_pylist()]
 
