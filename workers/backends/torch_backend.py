@@ -7,7 +7,7 @@ in inference mode, on the calling thread.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
@@ -121,7 +121,7 @@ class TorchBackend:
 
 
 @contextmanager
-def _translated(what: str) -> Iterator[None]:
+def _translated(what: str) -> Generator[None]:
     """Give torch's errors our names."""
     try:
         yield
