@@ -15,6 +15,7 @@ from flows.summary import JobSummary
 from schedulers.memory import MemoryPlan
 from storage.catalogue import Catalogue
 from storage.ledger import Ledger
+from storage.marker import Tally
 from storage.record import JobRecord
 from storage.results import ResultColumns
 from storage.shards import Shard, cut_shards
@@ -112,7 +113,7 @@ class Journal:
         begun = {name.rsplit("/", 1)[-1] for name in self.ledger.store.list_folders("_checkpoints")}
         for shard in pending:
             if shard.name in begun or shard.index in self.ledger.committed:
-                counts.update(self.writer(shard).counts())
+                counts.update(self.writer(shard).so_far().by_status)
         return counts
 
     def writer(self, shard: Shard) -> ShardWriter:
@@ -177,7 +178,7 @@ class Journal:
             stopped=stopped,
         )
 
-    def _shard_summaries(self) -> Iterator[ShardSummary]:
+    def _shard_summaries(self) -> Iterator[ShardSummary | Tally]:
         yield from self.ledger.committed.values()
         for writer in self._writers.values():
             if writer.shard.index not in self.ledger.committed:

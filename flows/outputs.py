@@ -1,4 +1,4 @@
-"""What a job demands of its answers: a grammar while they are drawn, a check when they are there."""
+"""What a job demands of its answers: a grammar while they are drawn, a check afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results to result rows: detokenising, stop strings, output checks. A batch of results at a time."""
+"""Results to result rows: detokenising, stop strings, output checks; a batch at a time."""
 
 from __future__ import annotations
 

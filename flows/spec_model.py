@@ -223,7 +223,7 @@ class JobSpec(_Spec):
         json_schema_extra={"position": 13},
     )
     shard_tokens: int = _field(
-        500_000, 14, "Shard tokens", "Estimated tokens of a shard, the unit of a commit.", ge=1
+        250_000, 14, "Shard tokens", "Estimated tokens of a shard, the unit of a commit.", ge=1
     )
     checkpoint_s: float = _field(
         5.0, 15, "Checkpoint seconds", "Finished rows are made durable that often.",

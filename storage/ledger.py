@@ -108,7 +108,10 @@ class Ledger:
             OutputInUse: another run is writing to it.
             OutputError: it is a folder of something else, or cannot be written.
         """
-        store = ObjectStore(url, storage_options=storage_options)
+        try:
+            store = ObjectStore(url, storage_options=storage_options)
+        except (ImportError, ValueError) as fault:
+            raise OutputError(f"the output {url!r} cannot be opened: {fault}") from fault
         lease = Lease(store, uuid.uuid4().hex, wall_clock)
         try:
             # Before the lease, so that a refusal leaves no trace; and under it, as another run may

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 import pyarrow as pa
@@ -94,6 +94,33 @@ def announce_replacement(store: ObjectStore, shard_name: str, summary: ShardSumm
     write_marker(store, shard_name, replace(summary, num_bytes=BEING_REPLACED))
 
 
+class Tally(NamedTuple):
+    """Counts over result rows.
+
+    Attributes:
+        by_status: rows by status.
+        by_finish_reason: rows by finish reason, where they have one.
+        prompt_tokens: of all rows.
+        completion_tokens: of all rows.
+    """
+
+    by_status: Mapping[str, int]
+    by_finish_reason: Mapping[str, int]
+    prompt_tokens: int
+    completion_tokens: int
+
+
+def tally(table: pa.Table) -> Tally:
+    """Count rows that have the columns in `COUNTED`."""
+    values = {column: table.column(column).to_pylist() for column in COUNTED}
+    return Tally(
+        by_status=dict(Counter(values["status"])),
+        by_finish_reason=dict(Counter(r for r in values["finish_reason"] if r is not None)),
+        prompt_tokens=sum(values["prompt_tokens"]),
+        completion_tokens=sum(values["completion_tokens"]),
+    )
+
+
 def summarise(
     index: int,
     name: str,
@@ -113,16 +140,12 @@ def summarise(
         kept: see `ShardSummary`.
         round_: see `ShardSummary`.
     """
-    values = {column: table.column(column).to_pylist() for column in COUNTED}
     return ShardSummary(
         index=index,
         file=name,
         num_rows=table.num_rows,
         num_bytes=int(store.fs.size(store.path(name))),
-        by_status=dict(Counter(values["status"])),
-        by_finish_reason=dict(Counter(r for r in values["finish_reason"] if r is not None)),
-        prompt_tokens=sum(values["prompt_tokens"]),
-        completion_tokens=sum(values["completion_tokens"]),
+        **tally(table)._asdict(),
         kept=kept,
         round=round_,
     )

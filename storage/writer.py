@@ -15,15 +15,22 @@ be opened once more to compute its error rows; its file stays until a better one
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from storage.errors import LedgerError
-from storage.marker import ShardSummary, announce_replacement, summarise, write_marker
+from storage.marker import (
+    COUNTED,
+    ShardSummary,
+    Tally,
+    announce_replacement,
+    summarise,
+    tally,
+    write_marker,
+)
 from storage.objects import ObjectStore
 from storage.parts import Parts, last_of_each, parts_folder
 from storage.results import (
@@ -94,13 +101,10 @@ class ShardWriter:
         """Ordinals that have their final result; of bad rows too (C7)."""
         return set(np.flatnonzero(self._done).tolist())
 
-    def counts(self) -> Mapping[str, int]:
-        """Rows that are done and durable, by status."""
-        rows = self._durable(["status"])
-        states = zip(
-            rows.column(ORDINAL).to_pylist(), rows.column("status").to_pylist(), strict=True
-        )
-        return Counter(status for ordinal, status in states if self._done[ordinal])
+    def so_far(self) -> Tally:
+        """Counts over the rows that are done and durable."""
+        rows = self._durable(list(COUNTED))
+        return tally(rows.filter(pa.array(self._done[rows.column(ORDINAL).to_numpy()])))
 
     def _find_done(self, retry_errors: bool) -> np.ndarray:
         """A flag a row; notes how often the rows to retry were tried."""

@@ -14,7 +14,7 @@ import pytest
 from tests.e2e.parity import ours, prompts_of, reference
 
 NUM_PROMPTS = 100
-MAX_TOKENS = 12
+MAX_TOKENS = 8
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -36,9 +36,7 @@ def prompts(smollm2, sample_texts):
     from workers.loading.tokenizer import Tokenizer
 
     rng = random.Random(11)
-    lengths = [
-        round(math.exp(rng.uniform(math.log(5), math.log(400)))) for _ in range(NUM_PROMPTS)
-    ]
+    lengths = [round(math.exp(rng.uniform(math.log(5), math.log(400)))) for _ in range(NUM_PROMPTS)]
     tokenizer = Tokenizer.load(smollm2)
     return prompts_of(sample_texts, tokenizer.encode_batch, lengths, seed=3)
 

@@ -95,10 +95,10 @@ def test_c04_a_place_that_cannot_be_written_is_named_and_its_rows_stay(job: Job)
     writer.add(ResultRow(ordinal=0, row_id="a", status="ok"))
     with pytest.raises(OutputError, match="_checkpoints/shard-00000"):
         writer.checkpoint()
-    assert writer.counts() == {}
+    assert writer.so_far().by_status == {}
     (job.output / "_checkpoints").unlink()
     writer.checkpoint()
-    assert writer.counts() == {"ok": 1}
+    assert writer.so_far().by_status == {"ok": 1}
 
 
 def test_c07_rows_of_any_status_are_terminal(job: Job) -> None:
@@ -111,7 +111,7 @@ def test_c07_rows_of_any_status_are_terminal(job: Job) -> None:
     assert again.done == {1, 3, 4}
     assert again.is_done(1) and not again.is_done(0)
     assert again.num_missing == 2
-    assert again.counts() == {"error": 1, "skipped": 1, "invalid_output": 1}
+    assert again.so_far().by_status == {"error": 1, "skipped": 1, "invalid_output": 1}
 
 
 def test_an_empty_checkpoint_writes_no_part(job: Job) -> None:
