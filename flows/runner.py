@@ -33,6 +33,7 @@ from flows.spec import JobSpec
 from flows.summary import JobSummary
 from flows.threads import ThreadGroup
 from flows.watchdog import Watchdog, WatchedBackend
+from storage.allocator import use_system_allocator
 from storage.ledger import ShardSummary
 from storage.rows import Row, RowReader
 from storage.shards import Shard
@@ -89,7 +90,7 @@ class JobRunner:
         self._step_timeout_s = step_timeout_s
         self._threads = ThreadGroup(on_failure=self._interrupt)
         self._requests = RequestQueue(READY_REQUESTS)
-        self._outbox: Outbox[Item] = Outbox(4096)
+        self._outbox: Outbox[Item] = Outbox(1024)
         self._in_flight: dict[str, RowRef] = {}
         self._engine: Engine | None = None
         self._watchdog: Watchdog | None = None
@@ -98,6 +99,7 @@ class JobRunner:
     # -- start --
 
     def __enter__(self) -> Self:
+        use_system_allocator()
         self.job: PreparedJob = prepare(self.spec)
         self.model = self._given_model or open_model(self.spec)
         self.journal = Journal.open(self.job, self.model, clock=self._clock)

@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from storage.allocator import return_unused
 from storage.errors import LedgerError
 from storage.marker import (
     COUNTED,
@@ -213,7 +214,7 @@ class ShardWriter:
         self._on_step("marker_written")
         self._parts.delete()
         self._on_step("parts_deleted")
-        pa.default_memory_pool().release_unused()
+        return_unused()
         return summary
 
     def _check_complete(self, table: pa.Table) -> None:
