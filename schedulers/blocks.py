@@ -59,8 +59,8 @@ class BlockManager:
         num_blocks: blocks in the pool.
         block_size: positions per block.
         share_prefixes: whether full prompt blocks are kept and matched.
-        max_cached_blocks: blocks without a holder that are kept for a match; by default a quarter of
-            the pool, and no more than 8192, as what is not matched soon rarely is later.
+        max_cached_blocks: blocks without a holder that are kept for a match; by default a quarter
+            of the pool, and no more than 8192, as what is not matched soon rarely is later.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Greedy float32 text equals transformers' `generate`, token for token, whatever the batching.
 
-100 prompts of 5 to 400 tokens (log-uniform), SmolLM2-135M-Instruct, both policies, batch limits 1, 7 and
-64, and KV memory so small that sequences are suspended.
+100 prompts of 5 to 400 tokens (log-uniform), SmolLM2-135M-Instruct, both policies, batch limits 1,
+7 and 64, and KV memory so small that sequences are suspended.
 """
 
 from __future__ import annotations

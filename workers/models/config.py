@@ -67,14 +67,14 @@ class ModelConfig:
         laws: tuple[tuple[bool, str], ...] = (
             (
                 self.num_heads % self.num_kv_heads == 0,
-                "num_attention_heads must be a multiple of num_key_value_heads, but they are "
-                + f"{self.num_heads} and {self.num_kv_heads}",
+                ("num_attention_heads must be a multiple of num_key_value_heads, but they are "
+                f"{self.num_heads} and {self.num_kv_heads}"),
             ),
             (self.head_size % 2 == 0, f"head_dim must be even, but is {self.head_size}"),
             (
                 self.hidden_size * self.num_layers <= 1 << 24,
-                f"hidden_size {self.hidden_size} times num_hidden_layers {self.num_layers} "
-                + "is no real model",
+                (f"hidden_size {self.hidden_size} times num_hidden_layers {self.num_layers} "
+                "is no real model"),
             ),
             (self.vocab_size <= 1 << 24, f"vocab_size {self.vocab_size} is no real vocabulary"),
             (self.rms_eps > 0, f"rms_norm_eps must be above 0, but is {self.rms_eps}"),

@@ -16,8 +16,8 @@ from workers.models.config import ModelConfig, RopeConfig
 from workers.models.weights import Place
 
 ROPE_PAGE = 4096
-"""Positions whose rotary table is computed at once. A fixed number, so that the values at a position
-do not depend on what was asked for before.
+"""Positions whose rotary table is computed at once. A fixed number, so that the values at a
+position do not depend on what was asked for before.
 """
 
 

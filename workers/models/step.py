@@ -73,7 +73,7 @@ def _token_ids(segments: Seq[Segment], num_tokens: int) -> Integers:
 
 
 def _block_tables(segments: Seq[Segment], lengths_G: Integers, block_size: int) -> Integers:
-    """Block tables as rows of one array, filled up with zeros, each as long as its segment needs."""
+    """Block tables as rows of one array, filled up with 0, each as long as its segment needs."""
     needed_G = -(-lengths_G // block_size)
     tables_GM = np.zeros((len(segments), int(needed_G.max())), dtype=np.int64)
     filled_GM = np.arange(tables_GM.shape[1]) < needed_G[:, None]
