@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass, field
 from functools import cache
@@ -15,7 +16,6 @@ from workers.backends.base import Batch, Segment
 from workers.backends.torch_backend import TorchBackend
 from workers.loading.files import resolve_model
 from workers.models.step import build_step
-import itertools
 
 TOLERANCE = 1e-4
 BLOCK_SIZE = 4
@@ -214,8 +214,8 @@ def run_to_end(backend: TorchBackend, rows: list[Row], num_singles: int = 4) -> 
     ends = [len(row.token_ids) for row in rows]
     prompts = [row.segment(0, end - num_singles) for row, end in zip(rows, ends, strict=True)]
     steps = [run(backend, *prompts)]
-    for back in range(num_singles, 0, -1):
-        steps.append(
-            run(backend, *(row.segment(end - back, 1) for row, end in zip(rows, ends, strict=True)))
-        )
+    steps += [
+        run(backend, *(row.segment(end - back, 1) for row, end in zip(rows, ends, strict=True)))
+        for back in range(num_singles, 0, -1)
+    ]
     return torch.stack(steps)
