@@ -102,6 +102,10 @@ class JobRunner:
         use_system_allocator()
         self.job: PreparedJob = prepare(self.spec)
         self.model = self._given_model or open_model(self.spec)
+        # What the model itself makes impossible is found before the output is touched.
+        self._tokenizer = self.model.load_tokenizer()
+        self._renderer = self.job.renderer.bind(self._tokenizer)
+        self._sampling = resolve_sampling(self.spec.sampling, self.model.generation_config)
         self.journal = Journal.open(self.job, self.model, clock=self._clock)
         try:
             self.pending = self.journal.pending()
@@ -119,9 +123,7 @@ class JobRunner:
     def _start(self) -> None:
         """Load the model and start the threads, from the last of the chain to the first."""
         self.progress.set_phase("loading the model")
-        tokenizer = self.model.load_tokenizer()
-        renderer = self.job.renderer.bind(tokenizer)
-        sampling = resolve_sampling(self.spec.sampling, self.model.generation_config)
+        tokenizer = self._tokenizer
         backend = WatchedBackend(self.model.load_backend(), clock=self._clock)
         rules = output_rules(self.spec, tokenizer, vocab_size=backend.info.vocab_size)
         self._engine, self.journal.memory = make_engine(
@@ -142,14 +144,14 @@ class JobRunner:
         self._reader = RowReader(self.job.dataset, self.job.renderer.columns)
         self._feeder = Feeder(
             read=self._read,
-            renderer=renderer,
+            renderer=self._renderer,
             encoder=tokenizer,
             limits=PromptLimits(
                 max_model_len=backend.info.max_model_len,
-                max_tokens=sampling.max_tokens,
+                max_tokens=self._sampling.max_tokens,
                 on_too_long=self.spec.on_too_long,
             ),
-            sampling=sampling,
+            sampling=self._sampling,
             requests=self._requests,
             outbox=self._outbox,
             in_flight=self._in_flight,

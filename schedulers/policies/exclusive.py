@@ -21,9 +21,9 @@ of a switch to prefill in units of the fixed cost of a decode step.
 
 from __future__ import annotations
 
-from math import log
 from typing import Literal
 
+from schedulers.crossover import optimal_threshold
 from schedulers.filling import (
     PlanBuilder,
     admit_waiting,
@@ -34,27 +34,6 @@ from schedulers.filling import (
 from schedulers.memory import BatchSizer
 from schedulers.policies.mixed import safe_holders, spare_blocks
 from schedulers.view import Budget, Outcome, Plan, View
-
-
-def optimal_threshold(hazard: float, switch_cost_ratio: float) -> float:
-    """theta_0 of Prop. 1: the share of holders that should finish before a refill.
-
-    Args:
-        hazard: p0, chance that a sequence ends at its next token, in (0, 1].
-        switch_cost_ratio: alpha_p / alpha_d, at least 0.
-
-    Returns:
-        theta in [0.01, 0.99], by bisection (the left side grows with theta from 0 to infinity).
-    """
-    target = hazard * switch_cost_ratio
-    low, high = 0.01, 0.99
-    for _ in range(50):
-        theta = (low + high) / 2
-        if theta / (1 - theta) + log(1 - theta) < target:
-            low = theta
-        else:
-            high = theta
-    return (low + high) / 2
 
 
 class Exclusive:

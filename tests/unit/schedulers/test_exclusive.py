@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import log
-
-import pytest
-
-from schedulers.policies.exclusive import Exclusive, optimal_threshold
+from schedulers.crossover import optimal_threshold
+from schedulers.policies.exclusive import Exclusive
 from schedulers.view import Budget, PrefixMatch, SeqId, View
 
 
@@ -36,17 +33,6 @@ def view(*, running: int, waiting: int, free: int = 1000) -> View:
         input_exhausted=False,
         now_s=0.0,
     )
-
-
-@pytest.mark.parametrize("hazard", [1 / 8, 1 / 128, 1 / 1024])
-@pytest.mark.parametrize("ratio", [0.25, 1.0, 3.0])
-def test_the_threshold_maximises_the_throughput_of_a_cycle(hazard: float, ratio: float) -> None:
-    """Exhaustive search over theta of (alpha_p + alpha_d zeta / p0) / theta, the cost per
-    completion.
-    """
-    grid = [i / 10_000 for i in range(100, 9_900)]
-    best = min(grid, key=lambda theta: (ratio - log(1 - theta) / hazard) / theta)
-    assert optimal_threshold(hazard, ratio) == pytest.approx(best, abs=2e-3)
 
 
 BUDGET = Budget(max_batch_tokens=64, max_seqs=10)
