@@ -119,7 +119,9 @@ class Journal:
     def writer(self, shard: Shard) -> ShardWriter:
         """The one writer of a shard."""
         if shard.index not in self._writers:
-            self._writers[shard.index] = self.ledger.writer(shard)
+            self._writers[shard.index] = self.ledger.writer(
+                shard, retry_errors=self._job.spec.retry_errors
+            )
         return self._writers[shard.index]
 
     # -- what happens --

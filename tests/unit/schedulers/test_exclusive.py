@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+
 from schedulers.crossover import optimal_threshold
 from schedulers.policies.exclusive import Exclusive
 from schedulers.view import Budget, PrefixMatch, SeqId, View
