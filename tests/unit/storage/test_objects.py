@@ -53,6 +53,17 @@ def test_a_block_that_fails_leaves_the_old_file_and_no_draft(store: ObjectStore)
     assert store.list(TMP) == []
 
 
+def test_c05_a_file_is_replaced_and_never_overwritten(tmp_path: Path) -> None:
+    """Who has the old one open reads it to its end; a rewrite in place would change it."""
+    store = ObjectStore(str(tmp_path))
+    store.write("r/x", b"the old one")
+    with (tmp_path / "r" / "x").open("rb", buffering=0) as reader:
+        first = reader.read(4)
+        store.write("r/x", b"A NEW AND LONGER ONE")
+        assert first + reader.read() == b"the old one"
+    assert store.read("r/x") == b"A NEW AND LONGER ONE"
+
+
 def test_a_failing_disk_is_an_output_error(store: ObjectStore) -> None:
     def full() -> None:
         raise OSError(28, "No space left on device")

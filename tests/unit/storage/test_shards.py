@@ -116,6 +116,13 @@ def test_a_row_above_the_target_has_its_own_shard() -> None:
     assert [s.est_tokens for s in shards] == [10, 9999, 1]
 
 
+def test_rows_that_cost_next_to_nothing_are_one_shard() -> None:
+    """The target divided by their cost is more than a float holds."""
+    cost = TokenCost(columns=(), tokens_per_byte=0, tokens_per_row=5e-324)
+    shards = cut_shards(dataset_of([[RowGroup(10, {})]]), cost=cost, target_tokens=10**6)
+    assert [shard.num_rows for shard in shards] == [10]
+
+
 def test_a_dataset_without_rows_has_no_shards() -> None:
     cost = TokenCost(columns=(), tokens_per_byte=0, tokens_per_row=1)
     assert cut_shards(dataset_of([[], [RowGroup(0, {})]]), cost=cost, target_tokens=10) == ()
