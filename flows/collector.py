@@ -34,9 +34,6 @@ class Answered(NamedTuple):
 MAX_BUFFERED_ROWS = 2000
 """Rows of a shard that wait in memory for a checkpoint, however fast they come."""
 
-MAX_UNSAVED_ROWS = 4096
-"""Rows that may wait for a checkpoint: more make one, so that memory does not grow with speed."""
-
 Item = Answered | Settled | StepRecord
 """What travels to the collector."""
 
@@ -82,7 +79,6 @@ class Collector:
         self._opened: list[OpenShard] = []
         self._lock = threading.Lock()
         self._finishing = False
-        self._num_unsaved = 0
 
     def open(self, shard: OpenShard) -> None:
         """Expect rows of a shard. Called before the feeder is told of it; from any thread."""
@@ -107,7 +103,7 @@ class Collector:
             items = self._outbox.take(timeout_s=min(0.2, due_s - self._clock()))
             self._take_opened()
             self._collect(items)
-            if self._clock() >= due_s or finishing or self._num_unsaved >= MAX_UNSAVED_ROWS:
+            if self._clock() >= due_s or finishing:
                 self._checkpoint()
                 due_s = self._clock() + self._checkpoint_s
             if finishing and not len(self._outbox):
@@ -136,7 +132,6 @@ class Collector:
         for ref, row in rows:
             shard = touched[ref.shard_index] = self._shards[ref.shard_index]
             shard.writer.add(row)
-        self._num_unsaved += len(rows)
         self._progress.add_rows(row for _, row in rows)
         for index in sorted(touched):
             shard = touched[index]

@@ -34,6 +34,7 @@ from flows.summary import JobSummary
 from flows.threads import ThreadGroup
 from flows.watchdog import Watchdog, WatchedBackend
 from storage.allocator import use_system_allocator
+from storage.errors import StorageError
 from storage.ledger import ShardSummary
 from storage.rows import Row, RowReader
 from storage.shards import Shard
@@ -282,7 +283,7 @@ class JobRunner:
         self._end_threads()
         try:
             self.journal.close()
-        except OSError:
+        except (OSError, StorageError):
             if error is None:
                 raise
 

@@ -204,3 +204,8 @@ def admit_waiting(
             break
         num_admitted += 1
     return num_admitted
+
+
+def spare_blocks(num_holders: int, budget: Budget) -> int:
+    """Blocks kept free at admission against thrashing: one for every other holder to grow into."""
+    return 0 if budget.reservation == "full" else num_holders // 2

@@ -1,16 +1,14 @@
 """What is known of output lengths: hazard of ending, and means, over a sliding window.
 
-Source: `exclusive_batching.md` A7. The hazard at t is the share of the sequences that reach t tokens
-and end there; a line p0 + eta t is fitted to it by least squares weighted with the survivors.
+Source: `exclusive_batching.md` A7. The hazard at t is the share of the sequences that reach t
+tokens and end there; a line p0 + eta t is fitted to it by least squares weighted with the survivors.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
-
-from schedulers.view import Finished
 
 
 class Hazard(NamedTuple):
@@ -18,8 +16,8 @@ class Hazard(NamedTuple):
 
     Attributes:
         p0: in (0, 1].
-        eta: per token, at least 0 (a falling hazard is taken as constant: the closed forms assume it
-            does not fall).
+        eta: per token, at least 0 (a falling hazard is taken as constant: the closed forms assume
+            that it does not fall).
     """
 
     p0: float

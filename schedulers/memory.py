@@ -166,13 +166,6 @@ class BatchSizer:
             self._lengths.append(item)
             self._num_new += 1
 
-    @property
-    def mean_output_tokens(self) -> float | None:
-        """Mean output length in the window; None before `min_samples`."""
-        if len(self._lengths) < self._min_samples:
-            return None
-        return sum(item.num_output_tokens for item in self._lengths) / len(self._lengths)
-
     def max_holders(
         self, capacity_tokens: int, longest_ends: Iterable[int], block_size: int
     ) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from dataclasses import replace
@@ -12,8 +13,9 @@ import pyarrow as pa
 import pytest
 
 from flows.runner import JobRunner, run_job
-from storage.ledger import Ledger
+from storage.errors import OutputError
 from storage.objects import ObjectStore
+from storage.parts import Parts
 from storage.status import read_status
 from tests.e2e.cases import Crash, Witness, make_spec, results, run_threads, within, write_table
 from tests.e2e.jobs import WordTokenizer, comparable, fake_model
@@ -71,16 +73,16 @@ class FullDisk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, allowed: int) -> None:
         self.allowed = allowed
-        real = ObjectStore.writer
+        real = ObjectStore._local_writer
 
-        def writer(store: ObjectStore, name: str, **options: Any):
+        def writer(store: ObjectStore, name: str, on_written: Any) -> Any:
             if name.startswith(("_checkpoints", "results", "_markers", "telemetry")):
                 self.allowed -= 1
                 if self.allowed < 0:
                     raise OSError(28, "No space left on device", name)
-            return real(store, name, **options)
+            return real(store, name, on_written)
 
-        monkeypatch.setattr(ObjectStore, "writer", writer)
+        monkeypatch.setattr(ObjectStore, "_local_writer", writer)
 
 
 @pytest.mark.parametrize("allowed", [0, 1, 4])
@@ -93,7 +95,7 @@ def test_full_disk_fails_the_run_with_that_error(
     )
     with monkeypatch.context() as patch:
         FullDisk(patch, allowed)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(OutputError, match="No space left"):
             run_job(spec, model=fake_model(check_slots=False))
     assert not (tmp_path / "out" / "_lease.json").exists()
     summary = run_job(spec, model=fake_model(check_slots=False))
@@ -221,43 +223,31 @@ def test_stop_in_the_middle_keeps_the_finished_rows_and_counts_them(tmp_path: Pa
 def test_shards_that_are_checkpointed_and_not_committed_are_only_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, retry: bool
 ) -> None:
-    """Died between the last part and the result file, error rows included: nothing is computed."""
+    """Died between the last part and the result file: nothing is computed, but error rows that are
+    to be retried.
+    """
     bad = frozenset(f"in-200.parquet:{index}" for index in range(0, 200, 9))
     fields = {"shard_tokens": 1000, "keep_columns": ["n"]}
     whole = make_spec(tmp_path, output=str(tmp_path / "whole"), **fields)
     run_job(whole, model=fake_model(faults=FakeFaults(nan_request_ids=bad)))
 
-    spec = make_spec(tmp_path, retry_errors=retry, **fields)
-    real = Ledger.writer
-
-    def writer(ledger: Ledger, shard: Any) -> Any:
-        found = real(ledger, shard)
-        checkpoint = found.checkpoint
-
-        def close() -> Any:
-            checkpoint()
-            raise Crash("before the result file")
-
-        found.close = close
-        return found
-
+    spec = make_spec(tmp_path, retry_errors=False, **fields)
     with monkeypatch.context() as patch:
-        for _ in whole_shards(whole):
-            patch.setattr(Ledger, "writer", writer)
-            with pytest.raises(Crash):
-                run_job(spec, model=fake_model(faults=FakeFaults(nan_request_ids=bad)))
-    num_done = read_status(spec.output).done_rows
+        patch.setattr(Parts, "delete", lambda _: None)
+        run_job(spec, model=fake_model(faults=FakeFaults(nan_request_ids=bad)))
+    shutil.rmtree(tmp_path / "out" / "_markers")
+    shutil.rmtree(tmp_path / "out" / "results")
+    assert read_status(spec.output).checkpointed_rows == 200
+
     witness = Witness()
-    summary = run_job(spec, model=fake_model(on_execute=witness))
-    assert summary.complete
-    assert len(witness.prompts) == 200 - num_done
-    assert len(results(spec)) == 200
-    if num_done == 200:
+    again = make_spec(tmp_path, retry_errors=retry, **fields)
+    assert run_job(again, model=fake_model(on_execute=witness)).complete
+    if retry:
+        assert witness.prompts.keys() == bad
+        assert run_job(again, model=fake_model()).by_status == {"ok": 200}
+    else:
+        assert witness.num_steps == 0
         assert comparable(results(spec)) == comparable(results(whole))
-
-
-def whole_shards(spec: Any) -> range:
-    return range(read_status(spec.output).total_shards)
 
 
 def test_first_error_is_the_one_that_is_raised(tmp_path: Path, monkeypatch: Any) -> None:

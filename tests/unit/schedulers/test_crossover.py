@@ -142,8 +142,6 @@ def test_without_contention_mixed_batching_wins_at_every_size() -> None:
     cheap = StepCost(
         alpha_p=1e-3, beta_p=2e-5, alpha_d=1e-3, beta_d=5e-5, alpha_mb=1e-3, mix_a=1e-5
     )
-    found = crossover(
-        cheap, holders=500, theta=0.3, mean_prompt_tokens=500, mean_output_tokens=500
-    )
+    found = crossover(cheap, holders=500, theta=0.3, mean_prompt_tokens=500, mean_output_tokens=500)
     assert found.holders is None
     assert found.margin < 0

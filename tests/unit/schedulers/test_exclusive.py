@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from schedulers.crossover import optimal_threshold
+from schedulers.crossover import exact_refill_size
+from schedulers.estimate import Estimator
 from schedulers.policies.exclusive import Exclusive
 from schedulers.view import Budget, PrefixMatch, SeqId, View
 
@@ -40,8 +41,9 @@ BUDGET = Budget(max_batch_tokens=64, max_seqs=10)
 
 
 def test_it_prefills_to_the_full_number_then_decodes_until_k_have_finished() -> None:
-    policy = Exclusive(cold_mean_output_tokens=4)  # theta = 0.5 or so: k = 5 of 10
-    k = int(optimal_threshold(1 / 4, 1.0) * 10)
+    policy = Exclusive(Estimator(cold_mean_output_tokens=4))
+    k = exact_refill_size(10, 1 / 4, alpha_p=1.0, alpha_d=1.0, beta_d=0.0)
+    assert 1 < k < 9
     assert policy.plan(view(running=0, waiting=20), BUDGET).phase == "prefill"
     for num_finished in range(10):
         plan = policy.plan(view(running=10 - num_finished, waiting=20), BUDGET)
@@ -53,13 +55,13 @@ def test_it_prefills_to_the_full_number_then_decodes_until_k_have_finished() -> 
 
 
 def test_under_light_load_it_refills_at_once() -> None:
-    policy = Exclusive(cold_mean_output_tokens=128)
+    policy = Exclusive(Estimator(cold_mean_output_tokens=128))
     policy.plan(view(running=2, waiting=0), BUDGET)
     assert policy.plan(view(running=1, waiting=9), BUDGET).phase == "prefill"
 
 
 def test_the_kv_gate_keeps_it_decoding_when_nothing_could_be_admitted() -> None:
-    policy = Exclusive(cold_mean_output_tokens=4)
+    policy = Exclusive(Estimator(cold_mean_output_tokens=4))
     policy.plan(view(running=2, waiting=0), BUDGET)
     assert policy.plan(view(running=2, waiting=9, free=1), BUDGET).phase == "decode"
     assert policy.plan(view(running=2, waiting=9, free=900), BUDGET).phase == "prefill"

@@ -1,0 +1,75 @@
+"""What a policy learns: lengths after enough completions, costs after enough steps."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from schedulers.cost import StepCost
+from schedulers.crossover import exact_refill_size
+from schedulers.estimate import Estimator
+from schedulers.view import Finished, Outcome
+
+COST = StepCost(alpha_p=5e-3, beta_p=5e-5, alpha_d=1e-2, beta_d=1e-4, alpha_mb=1e-2, mix_a=6e-5)
+
+
+def feed(estimator: Estimator, *, mean_output: int, steps: int = 400, seed: int = 0) -> None:
+    rng = random.Random(seed)
+    for index in range(steps):
+        prefill = rng.randint(50, 900) if index % 4 == 0 else 0
+        decode = 0 if prefill else rng.randint(10, 200)
+        finished = tuple(
+            Finished(100, 1 + int(rng.expovariate(1 / mean_output)))
+            for _ in range(2 if decode else 0)
+        )
+        estimator.observe(
+            Outcome(
+                phase="prefill" if prefill else "decode",
+                num_prefill_tokens=prefill,
+                num_decode_tokens=decode,
+                num_context_tokens=0,
+                elapsed_s=COST.step_s(prefill, decode),
+                finished=finished,
+            )
+        )
+
+
+def test_before_anything_is_known_the_assumed_length_counts() -> None:
+    estimator = Estimator(cold_mean_output_tokens=64)
+    assert estimator.workload.num_samples == 0
+    assert estimator.workload.mean_output_tokens == 64
+    assert 1 <= estimator.threshold(100, 512).refill < 100
+
+
+def test_lengths_and_costs_are_learned_and_the_refill_follows_from_them() -> None:
+    estimator = Estimator()
+    feed(estimator, mean_output=80)
+    workload = estimator.workload
+    assert workload.mean_output_tokens == pytest.approx(80, rel=0.15)
+    cost = estimator.costs.cost()
+    assert cost is not None
+    assert cost.alpha_p == pytest.approx(COST.alpha_p, rel=1e-3)
+    found = estimator.threshold(128, 100_000)
+    assert found.switch_ratio == pytest.approx(0.5, rel=1e-3)
+    hazard = max(workload.hazard.p0, 1 / workload.mean_output_tokens)
+    exact = exact_refill_size(128, hazard, alpha_p=5e-3, alpha_d=1e-2, beta_d=1e-4)
+    assert found.refill == exact + round(found.correction * 128)
+
+
+def test_longer_outputs_and_dearer_switches_mean_other_refills() -> None:
+    refills = {}
+    for mean_output in (20, 400):
+        estimator = Estimator()
+        feed(estimator, mean_output=mean_output)
+        refills[mean_output] = estimator.threshold(256, 100_000).refill
+    assert refills[20] > refills[400] >= 1
+
+
+def test_a_change_of_lengths_is_followed_within_a_window() -> None:
+    estimator = Estimator(window=200)
+    feed(estimator, mean_output=20)
+    before = estimator.workload.mean_output_tokens
+    feed(estimator, mean_output=300, seed=1)
+    assert before < 30
+    assert estimator.workload.mean_output_tokens > 200
