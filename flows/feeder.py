@@ -186,7 +186,12 @@ class Feeder:
         for _ in range(8):
             if len(token_ids) <= limit:
                 return token_ids
-            keep = limit / len(token_ids)
+            # The template's tokens stay, so all of the surplus comes off the row's own.
+            (own_ids,) = self._encoder.encode_batch(
+                [self._renderer.own_text(prompt)], add_special_tokens=False
+            )
+            surplus = len(token_ids) - limit
+            keep = 1 - surplus / len(own_ids) if own_ids else 0.0
             shorter = self._renderer.shorten(prompt, keep=keep * 0.98, side=side)
             if shorter is None:
                 break

@@ -109,6 +109,11 @@ class PromptRenderer:
             return Rendered(error=messages)
         return self._finish(with_system(self._spec.prompt.system, messages))
 
+    def own_text(self, prompt: Rendered) -> str:
+        """The text that `shorten` cuts: the last user message; empty when there is none."""
+        index = _last_user(prompt.messages)
+        return "" if index is None else prompt.messages[index].content
+
     def shorten(self, prompt: Rendered, *, keep: float, side: Side) -> Rendered | None:
         """The prompt with about `keep` (0 to 1) of the characters of its last user message.
 

@@ -1,7 +1,8 @@
 """What is known of output lengths: hazard of ending, and means, over a sliding window.
 
 Source: `exclusive_batching.md` A7. The hazard at t is the share of the sequences that reach t
-tokens and end there; a line p0 + eta t is fitted to it by least squares weighted with the survivors.
+tokens and end there; a line p0 + eta t is fitted to it by least squares, weighted with the
+survivors.
 """
 
 from __future__ import annotations
