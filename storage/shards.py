@@ -89,8 +89,7 @@ def cut_shards(
         start = span.start
         while start < span.stop:
             room, left = target_tokens - tokens, span.stop - start
-            fits = left if left * per_row <= room else int(room / per_row)
-            count = min(left, max(1 if not spans else 0, fits))
+            count = max(_fitting(per_row, room, left), 0 if spans else 1)
             if count:
                 spans.append(span._replace(start=start, stop=start + count))
                 tokens += count * per_row
@@ -101,6 +100,15 @@ def cut_shards(
     if spans:
         shards.append(Shard(len(shards), tuple(spans), round(tokens)))
     return tuple(shards)
+
+
+def _fitting(per_row: float, room: float, left: int) -> int:
+    """How many of `left` rows fit. None where a row above the target has taken all room, even if
+    they cost nothing.
+    """
+    if room < 0:
+        return 0
+    return left if left * per_row <= room else int(room / per_row)
 
 
 def _row_groups(

@@ -1,4 +1,4 @@
-"""Long prompts are cut in the row's own text, until prompt and completion fit, and never in the template."""
+"""Long prompts are cut in the row's own text until they fit, and never in the template."""
 
 from __future__ import annotations
 

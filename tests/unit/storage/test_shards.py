@@ -123,6 +123,14 @@ def test_rows_that_cost_next_to_nothing_are_one_shard() -> None:
     assert [shard.num_rows for shard in shards] == [10]
 
 
+@pytest.mark.parametrize("least", [0.0, 5e-324])
+def test_a_row_above_the_target_is_alone_even_before_rows_that_cost_nothing(least: float) -> None:
+    cost = TokenCost(columns=("x",), tokens_per_byte=1, tokens_per_row=least)
+    dataset = dataset_of([[RowGroup(1, {"x": 99}), RowGroup(3, {"x": 0})]])
+    shards = cut_shards(dataset, cost=cost, target_tokens=10)
+    assert [shard.num_rows for shard in shards] == [1, 3]
+
+
 def test_a_dataset_without_rows_has_no_shards() -> None:
     cost = TokenCost(columns=(), tokens_per_byte=0, tokens_per_row=1)
     assert cut_shards(dataset_of([[], [RowGroup(0, {})]]), cost=cost, target_tokens=10) == ()
