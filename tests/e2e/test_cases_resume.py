@@ -27,14 +27,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_c01_c02_c14_killed_at_half_costs_one_pass(tmp_path: Path) -> None:
-    """5,000 rows, 12 ms a step, SIGKILL at half: the rest is all that is computed afterwards.
+    """5,000 rows, 8 ms a step, SIGKILL at half: the rest is all that is computed afterwards.
 
     What a kill loses is a constant (a checkpoint interval and the rows in flight), so its share
     falls with the length of the job: this one runs for about half a minute undisturbed.
     """
     fields = {
         "shard_tokens": 20_000, "checkpoint_s": 0.1, "keep_columns": ["n"],
-        "engine": {"max_seqs": 32},
+        "engine": {"max_seqs": 16},
     }  # fmt: skip
     whole = make_spec(tmp_path, 5000, output=str(tmp_path / "whole"), **fields)
     one_pass = Witness()
@@ -44,7 +44,7 @@ def test_c01_c02_c14_killed_at_half_costs_one_pass(tmp_path: Path) -> None:
     job, log = tmp_path / "job.json", TokenLog(tmp_path / "tokens.log")
     job.write_text(json.dumps(spec.model_dump(mode="json")))
     command = [sys.executable, "-m", "tests.e2e.jobs", str(job), "--log", str(log.path)]
-    with subprocess.Popen([*command, "--delay-s", "0.012"], cwd=ROOT) as child:
+    with subprocess.Popen([*command, "--delay-s", "0.008"], cwd=ROOT) as child:
         while log.total() < one_pass.num_tokens / 2:
             assert child.poll() is None
             time.sleep(0.1)
@@ -58,6 +58,7 @@ def test_c01_c02_c14_killed_at_half_costs_one_pass(tmp_path: Path) -> None:
     assert summary.complete
     assert rest.prompts.keys() == one_pass.prompts.keys() - kept.keys()
     assert comparable(results(spec)) == comparable(results(whole))
+    print(f"tokens: {(spent + rest.num_tokens) / one_pass.num_tokens:.4f} of one pass")
     assert spent + rest.num_tokens <= 1.02 * one_pass.num_tokens
 
 

@@ -41,7 +41,7 @@ from tests.e2e.jobs import (
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
-WRITE_S = 0.5
+WRITE_S = 0.3
 
 
 @dataclass
@@ -169,26 +169,26 @@ def test_ten_kills_of_2000_rows(tmp_path: Path) -> None:
 
 
 def test_kills_of_a_real_model(tiny_model: Path, tmp_path: Path) -> None:
-    """A small Llama in float32, 250 rows, three kills."""
-    write_dataset(tmp_path / "in-250.parquet", 250)
+    """A small Llama in float32, 200 rows, three kills."""
+    write_dataset(tmp_path / "in-200.parquet", 200)
     fields = {
         "model": str(tiny_model), "checkpoint_s": 0.3, "shard_tokens": 6000,
         "keep_columns": ["n"], "sampling": {"max_tokens": 24, "temperature": 1.0},
         "engine": {"max_seqs": 8, "dtype": "float32", "memory": "64MiB"},
     }  # fmt: skip
-    whole = make_spec(tmp_path, 250, output=str(tmp_path / "whole"), **fields)
+    whole = make_spec(tmp_path, 200, output=str(tmp_path / "whole"), **fields)
     one_pass = TokenLog(tmp_path / "one-pass.log", delay_s=0.004)
     run_job(whole, model=counted_real_model(whole, one_pass))
 
-    spec = make_spec(tmp_path, 250, **fields)
+    spec = make_spec(tmp_path, 200, **fields)
     log = TokenLog(tmp_path / "tokens.log")
     with Reader(Path(spec.output)).reading():
         kills = kill_and_finish(
-            tmp_path, spec, log, "--real", "--delay-s", "0.004", pauses_s=[0.9, 0.3, 0.6]
+            tmp_path, spec, log, "--real", "--delay-s", "0.004", pauses_s=[0.8, 0.2, 0.5]
         )
     assert kills >= 2
     rows = results(spec)
-    assert [row["n"] for row in rows] == list(range(250))
+    assert [row["n"] for row in rows] == list(range(200))
     assert comparable(rows) == comparable(results(whole))
     check_bound(log.total(), one_pass.total(), spec, Path(whole.output), rows, kills)
 

@@ -1,5 +1,7 @@
 """The backend that is ours: torch on a CPU or GPU.
 
+Legend: S sampled rows, V vocabulary.
+
 `execute` is: integers of the step (numpy), the model (tensors), one batched draw. Everything runs
 in inference mode, on the calling thread.
 """
@@ -11,6 +13,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from schedulers.view import SeqId
 from workers.attention import MAX_BUCKET_POSITIONS, QUERY_TILE
@@ -38,6 +41,7 @@ class TorchBackend:
         self._info = info
         self._device = device
         self._pool: KVPool | None = None
+        self._logits_SV = torch.empty(0, device=device)
         self._sampler = BatchSampler(info.vocab_size, info.eos_token_ids, device)
 
     @classmethod
@@ -102,8 +106,8 @@ class TorchBackend:
         seqs = [segment.seq for segment in batch.segments if segment.sample]
         with _translated(f"a batch of {batch.num_tokens} tokens"), torch.inference_mode():
             step = build_step(batch, pool, self._device)
-            logits_SV = model.logits(step, pool)
-            return self._sampler.sample(logits_SV.float(), seqs)
+            logits_SV = self._as_float32(model.logits(step, pool))
+            return self._sampler.sample(logits_SV, seqs)
 
     def forget(self, seq_id: SeqId) -> None:
         self._sampler.forget(seq_id)
@@ -111,8 +115,20 @@ class TorchBackend:
     def close(self) -> None:
         self._model = None
         self._pool = None
+        self._logits_SV = torch.empty(0)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _as_float32(self, logits_SV: Tensor) -> Tensor:
+        """The logits in float32, in memory that is kept: mapping 40 MB anew at each step takes
+        longer than filling it.
+        """
+        if logits_SV.dtype == torch.float32:
+            return logits_SV
+        num_rows = len(logits_SV)
+        if num_rows > len(self._logits_SV):
+            self._logits_SV = torch.empty_like(logits_SV, dtype=torch.float32)
+        return self._logits_SV[:num_rows].copy_(logits_SV)
 
     def _loaded(self) -> Model:
         if self._model is None:

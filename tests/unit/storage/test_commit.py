@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pyarrow.parquet as pq
 import pytest
 
@@ -344,6 +345,32 @@ def test_c13_retrying_errors_touches_error_rows_only(job: Job) -> None:
     assert [row["attempts"] for row in job.results()] == [1 if text else 2 for text in TEXTS]
     job.run()
     assert len(job.answered) == len(first) + 2
+
+
+def test_c13_what_a_killed_retry_mended_is_not_computed_again(job: Job) -> None:
+    job.run()
+    job.answer = lambda row: answer(row._replace(values={"text": "mended"}))
+    with pytest.raises(Crash):
+        job.run(retry_errors=True, on_step=crash_at(4))  # row 2 is in the part, nothing committed
+    assert job.answered[10:] == ["in.parquet:2"]
+    assert [row["status"] for row in job.results()].count("error") == 2
+    job.run(retry_errors=True)
+    assert job.answered[10:] == ["in.parquet:2", "in.parquet:7"]
+    assert [row["status"] for row in job.results()].count("error") == 0
+
+
+def test_a_marker_never_vouches_for_a_file_it_was_not_written_for(job: Job) -> None:
+    job.run()
+    seen: dict[str, bool] = {}
+
+    def look(step: str) -> None:
+        marker = orjson.loads((job.output / "_markers" / "shard-00000.json").read_bytes())
+        size = (job.output / "results" / "shard-00000.parquet").stat().st_size
+        seen.setdefault(step, marker["num_bytes"] == size)
+
+    job.run(retry_errors=True, on_step=look)
+    assert seen["before_part"] and seen["part_written"] and seen["marker_written"]
+    assert not (seen["before_result"] or seen["result_written"] or seen["before_marker"])
 
 
 def test_c13_errors_in_the_parts_of_an_open_shard_are_retried_too(job: Job) -> None:
