@@ -29,12 +29,14 @@ class ModelFootprint:
         kv_bytes_per_token: keys and values of one token, all layers.
         activation_bytes_per_token: scratch memory per token of a batch.
         logits_bytes_per_seq: scratch memory per sampled sequence.
+        scratch_bytes: scratch memory whatever the batch.
     """
 
     weights_bytes: int
     kv_bytes_per_token: int
     activation_bytes_per_token: int
     logits_bytes_per_seq: int
+    scratch_bytes: int = 0
 
 
 class MemoryPlan(NamedTuple):
@@ -74,6 +76,7 @@ def plan_memory(
     activation_bytes = (
         max_batch_tokens * footprint.activation_bytes_per_token
         + max_seqs * footprint.logits_bytes_per_seq
+        + footprint.scratch_bytes
     )
     block_bytes = footprint.kv_bytes_per_token * block_size
     left_bytes = limit_bytes - footprint.weights_bytes - activation_bytes

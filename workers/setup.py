@@ -99,6 +99,7 @@ def size_engine(info: ModelInfo, options: EngineOptions) -> EngineSetup:
             kv_bytes_per_token=info.kv_bytes_per_token,
             activation_bytes_per_token=info.activation_bytes_per_token,
             logits_bytes_per_seq=info.logits_bytes_per_seq,
+            scratch_bytes=info.scratch_bytes,
         ),
         limit_bytes=limit_bytes,
         max_batch_tokens=max_batch_tokens,

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from workers import attention
@@ -129,19 +129,13 @@ def test_decode_attention_equals_the_oracle(lengths, window, groups, kind) -> No
         "alone": partial(torch_decode_attention, alone=True),
         "native": native_decode_attention,
     }[kind]
-    if kind == "native" and not supported(num_kv_heads, groups, head_size):
-        decode = torch_decode_attention
+    if kind == "native":
+        assume(native.supports(dtype=q.dtype, device=CPU, num_groups=groups, head_size=head_size))
     got = decode(
         q, pool.layers[0], make_singles(tables, lengths), scale=head_size**-0.5, window=window
     )
     for row, (k, v) in enumerate(histories):
         assert (got[row] - oracle(q[row], k, v, window)).abs().max() < 1e-5
-
-
-def supported(num_kv_heads: int, groups: int, head_size: int) -> bool:
-    return native.supports(
-        dtype=torch.float32, device=CPU, num_groups=groups, head_size=head_size
-    ) and bool(num_kv_heads)
 
 
 @settings(deadline=None, max_examples=40)
@@ -222,10 +216,10 @@ def test_alone_means_one_segment_a_group() -> None:
 
 
 def test_a_pool_takes_memory_only_when_written() -> None:
-    """8 GiB of KV memory on any machine, of which a few kilobytes are touched."""
+    """2 GiB of KV memory on any machine, of which a few kilobytes are touched."""
     pool = KVPool(
         num_layers=1,
-        num_blocks=1 << 16,
+        num_blocks=1 << 14,
         num_kv_heads=8,
         block_size=32,
         head_size=128,
@@ -233,8 +227,8 @@ def test_a_pool_takes_memory_only_when_written() -> None:
         device=CPU,
     )
     before = resident_bytes()
-    pool.layers[0].k_BKPH[1 << 15] = 1
-    assert pool.layers[0].k_BKPH[1 << 15].sum() == 8 * 32 * 128
+    pool.layers[0].k_BKPH[1 << 13] = 1
+    assert pool.layers[0].k_BKPH[1 << 13].sum() == 8 * 32 * 128
     assert resident_bytes() - before < 32 << 20
 
 
