@@ -122,9 +122,9 @@ def by_size(runs: Sequence[JobRun], field: str) -> dict[int, float]:
 
 
 def growth(runs: Sequence[JobRun], field: str) -> float:
-    """A figure's median at the largest size, as a multiple of that at the smallest."""
+    """A figure's highest median of all sizes, as a multiple of that at the smallest size."""
     medians = by_size(runs, field)
-    return medians[max(medians)] / medians[min(medians)]
+    return max(medians.values()) / medians[min(medians)]
 
 
 def checks_of(runs: Sequence[JobRun]) -> list[Check]:
