@@ -106,8 +106,8 @@ class TorchBackend:
         seqs = [segment.seq for segment in batch.segments if segment.sample]
         with _translated(f"a batch of {batch.num_tokens} tokens"), torch.inference_mode():
             step = build_step(batch, pool, self._device)
-            logits_SV = self._as_float32(model.logits(step, pool))
-            return self._sampler.sample(logits_SV, seqs)
+            logits_SV = model.logits(step, pool)
+            return self._sampler.sample(self._as_float32(logits_SV), seqs) if seqs else ()
 
     def forget(self, seq_id: SeqId) -> None:
         self._sampler.forget(seq_id)

@@ -186,6 +186,16 @@ def test_only_sampled_segments_have_logits(load) -> None:
     assert run(load("llama", deterministic=True), first).shape == (0, VOCAB_SIZE)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_first_batch_may_sample_nothing(tiny_folder, dtype) -> None:
+    """A chunk of a long prompt can be all there is in the first step."""
+    backend = TorchBackend.load(resolve_model(str(tiny_folder("llama"))), device="cpu", dtype=dtype)
+    backend.allocate(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    (row,) = make_rows(10)
+    chunk = row.segment(0, 9)._replace(sample=False)
+    assert backend.execute(Batch((chunk,))) == ()
+
+
 def test_writing_again_changes_nothing(load) -> None:
     (row,) = make_rows(20, seed=7)
     backend = load("qwen3")
