@@ -139,10 +139,11 @@ def crossover(
     theta: float,
     mean_prompt_tokens: float,
     mean_output_tokens: float,
-    mean_context_tokens: float = 0.0,
     switch_s: float | None = None,
 ) -> Crossover:
     """Compare exclusive and mixed batching at N holders (Prop. 4).
+
+    The cost of the KV positions that decode tokens read is on both sides alike, and cancels.
 
     Args:
         cost: of steps.
@@ -150,12 +151,8 @@ def crossover(
         theta: the threshold that exclusive batching would use.
         mean_prompt_tokens: mu_L.
         mean_output_tokens: mu_O.
-        mean_context_tokens: positions that a decode token reads; their cost is on both sides alike,
-            and
-            cancels.
         switch_s: fixed cost of a phase switch; None: alpha_p + alpha_switch.
     """
-    del mean_context_tokens
     tokens = mean_prompt_tokens + mean_output_tokens
     share = mean_output_tokens / tokens
     zeta = -log(1 - theta)
