@@ -12,6 +12,7 @@ from flows.estimate import estimate_cost
 from flows.model import Model
 from flows.prepare import PreparedJob
 from flows.summary import JobSummary
+from schedulers.events import MemorySizing
 from schedulers.memory import MemoryPlan
 from storage.catalogue import Catalogue
 from storage.ledger import Ledger
@@ -19,9 +20,14 @@ from storage.marker import Tally
 from storage.record import JobRecord
 from storage.results import ResultColumns
 from storage.shards import Shard, cut_shards
-from storage.telemetry import TelemetryWriter
+from storage.telemetry import TABLES, TelemetryWriter
 from storage.writer import ShardSummary, ShardWriter
-from workers.request import StepRecord
+from workers.request import EventRecord, StepRecord
+
+MEMORY_BYTES = (
+    "limit_bytes", "weights_bytes", "activation_bytes", "kv_bytes", "block_size", "num_blocks",
+)  # fmt: skip
+"""Of a `MemoryPlan`, in the table `memory_plan`."""
 
 CATALOGUE_S = 10.0
 """Seconds between updates of the DuckDB file while a run goes on."""
@@ -35,7 +41,9 @@ class Journal:
         self._clock = clock
         self.ledger = ledger
         self.run_id = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:6]}"
-        self._steps = TelemetryWriter(ledger.store, "steps", self.run_id)
+        self._tables = {
+            table: TelemetryWriter(ledger.store, table, self.run_id) for table in TABLES
+        }
         folder = ledger.store.local_path("")
         self._catalogue = None if folder is None else Catalogue(folder, job.dataset)
         self._catalogue_due_s = clock()
@@ -127,7 +135,15 @@ class Journal:
     # -- what happens --
 
     def add_step(self, step: StepRecord) -> None:
-        self._steps.add(asdict(step))
+        self._tables["steps"].add(asdict(step))
+
+    def add_event(self, event: EventRecord) -> None:
+        """A decision of the policy; a memory plan is completed with the bytes behind it."""
+        row = {"step": event.step, "at_s": event.at_s, **asdict(event.event)}
+        if isinstance(event.event, MemorySizing):
+            plan = self.memory._asdict() if self.memory is not None else {}
+            row |= {name: plan.get(name) for name in MEMORY_BYTES}
+        self._tables[event.event.table].add(row)
 
     def committed(self, summary: ShardSummary) -> None:
         """A shard was committed."""
@@ -139,12 +155,14 @@ class Journal:
     def tick(self) -> None:
         """Called after every checkpoint."""
         self.ledger.beat()
-        self._steps.flush()
+        for table in self._tables.values():
+            table.flush()
 
     def close(self) -> None:
         """Write what is left, bring the catalogue up to date and give the output back."""
         try:
-            self._steps.flush(force=True)
+            for table in self._tables.values():
+                table.flush(force=True)
             self._update_catalogue()
         finally:
             self.ledger.release()

@@ -29,12 +29,17 @@ StepKind = Literal["prefill", "decode", "mixed"]
 
 
 class StepSample(NamedTuple):
-    """A measured step."""
+    """A measured step.
+
+    Attributes:
+        switched: the step before it was of another kind.
+    """
 
     num_prefill_tokens: int
     num_decode_tokens: int
     num_context_tokens: int
     elapsed_s: float
+    switched: bool = False
 
     @property
     def kind(self) -> StepKind:

@@ -20,7 +20,7 @@ import pyarrow as pa
 from storage.ledger import Ledger
 from storage.results import Status, result_schema
 from storage.source import Dataset
-from storage.telemetry import STEPS
+from storage.telemetry import TABLES
 
 FILE = "job.duckdb"
 MARKED = ("file", "num_bytes", "prompt_tokens", "completion_tokens")
@@ -41,6 +41,25 @@ SHARDS = pa.schema(
         ("completion_tokens", pa.int64()),
     ]
 )
+
+STEP_COSTS = """
+    CREATE OR REPLACE VIEW step_costs AS
+    SELECT
+        steps.run_id, steps.step, steps.started_s, phase, policy_mode,
+        num_prefill_tokens, num_decode_tokens, num_context_tokens, source,
+        CASE
+            WHEN num_decode_tokens = 0 THEN alpha_p + beta_p * num_prefill_tokens
+            WHEN num_prefill_tokens = 0
+                THEN alpha_d + beta_d * num_decode_tokens + gamma * num_context_tokens
+            ELSE alpha_mb + mix_a * num_tokens + mix_b * num_decode_tokens
+                + mix_c * num_decode_tokens * num_decode_tokens / num_tokens
+                + gamma * num_context_tokens
+        END AS predicted_s,
+        elapsed_s AS realised_s
+    FROM (SELECT *, num_prefill_tokens + num_decode_tokens AS num_tokens FROM steps) AS steps
+    ASOF LEFT JOIN costs ON steps.run_id = costs.run_id AND steps.step >= costs.step
+"""
+"""Each step beside what the coefficients in force, fitted to earlier steps only, say it costs."""
 
 Migration = Callable[[duckdb.DuckDBPyConnection], None]
 MIGRATIONS: list[Migration] = []
@@ -132,8 +151,10 @@ class Catalogue:
         con.unregister("planned")
         results = result_schema(self._dataset.schema, record.columns)
         self._view(con, "results", bool(ledger.committed), results)
-        steps = self._folder / "telemetry" / "steps"
-        self._view(con, "telemetry/steps", any(steps.glob("*.parquet")), STEPS)
+        for table, schema in TABLES.items():
+            files = (self._folder / "telemetry" / table).glob("*.parquet")
+            self._view(con, f"telemetry/{table}", any(files), schema)
+        con.execute(STEP_COSTS)
         con.commit()
 
     def _view(
@@ -143,7 +164,10 @@ class Catalogue:
         name = folder.rpartition("/")[2]
         if filled:
             files = f"{_no_glob(str(self._folder.resolve()))}/{folder}/*.parquet"
-            con.execute(f"CREATE OR REPLACE VIEW {name} AS FROM read_parquet({_quoted(files)})")
+            con.execute(
+                f"CREATE OR REPLACE VIEW {name} AS FROM read_parquet("
+                f"{_quoted(files)}, union_by_name = true)"
+            )
             return
         con.register("empty_rows", schema.empty_table())
         con.execute("CREATE OR REPLACE TEMP TABLE typed AS FROM empty_rows")

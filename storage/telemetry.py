@@ -30,9 +30,106 @@ STEPS = pa.schema(
         ("num_finished", pa.int64()),
         ("num_free_blocks", pa.int64()),
         ("num_blocks", pa.int64()),
+        ("policy_mode", pa.string()),
     ]
 )
-TABLES: Mapping[str, pa.Schema] = {"steps": STEPS}
+_EVENT = [("run_id", pa.string()), ("step", pa.int64()), ("at_s", pa.float64())]
+"""Of every event table: the step that it preceded, and the engine's clock."""
+
+COEFFICIENTS = (
+    "alpha_p", "beta_p", "alpha_d", "beta_d", "alpha_mb", "mix_a", "mix_b", "mix_c", "gamma",
+    "alpha_switch",
+)  # fmt: skip
+_COEFFICIENTS = [(name, pa.float64()) for name in COEFFICIENTS]
+
+CROSSOVER = pa.schema(
+    [
+        *_EVENT,
+        ("trigger", pa.string()),
+        ("p0", pa.float64()),
+        ("eta", pa.float64()),
+        ("mean_prompt_tokens", pa.float64()),
+        ("mean_output_tokens", pa.float64()),
+        ("num_samples", pa.int64()),
+        ("decode_share", pa.float64()),
+        ("demand", pa.float64()),
+        ("holders", pa.int64()),
+        ("max_holders", pa.int64()),
+        ("theta0", pa.float64()),
+        ("correction", pa.float64()),
+        ("theta", pa.float64()),
+        ("refill", pa.int64()),
+        *_COEFFICIENTS,
+        ("switch_s", pa.float64()),
+        ("contention", pa.float64()),
+        ("amortisation", pa.float64()),
+        ("margin", pa.float64()),
+        ("hysteresis", pa.float64()),
+        ("crossover_holders", pa.float64()),
+        ("exclusive_s", pa.float64()),
+        ("mixed_s", pa.float64()),
+        ("mode_before", pa.string()),
+        ("mode_after", pa.string()),
+        ("cooldown", pa.int64()),
+        ("reason", pa.string()),
+    ]
+)
+PHASES = pa.schema(
+    [
+        *_EVENT,
+        ("before", pa.string()),
+        ("after", pa.string()),
+        ("num_decoding", pa.int64()),
+        ("num_prefilling", pa.int64()),
+        ("num_waiting", pa.int64()),
+        ("num_free_blocks", pa.int64()),
+        ("holders", pa.int64()),
+        ("refill", pa.int64()),
+        ("reason", pa.string()),
+    ]
+)
+MEMORY_PLAN = pa.schema(
+    [
+        *_EVENT,
+        ("form", pa.string()),
+        ("capacity_tokens", pa.int64()),
+        ("overflow_probability", pa.float64()),
+        ("num_samples", pa.int64()),
+        ("mean_tokens", pa.float64()),
+        ("std_tokens", pa.float64()),
+        ("holders", pa.int64()),
+        ("uncut_holders", pa.int64()),
+        ("holders_paper", pa.int64()),
+        ("holders_paper_sigma", pa.int64()),
+        ("num_steps", pa.int64()),
+        ("num_overflows", pa.int64()),
+        ("limit_bytes", pa.int64()),
+        ("weights_bytes", pa.int64()),
+        ("activation_bytes", pa.int64()),
+        ("kv_bytes", pa.int64()),
+        ("block_size", pa.int64()),
+        ("num_blocks", pa.int64()),
+        ("reason", pa.string()),
+    ]
+)
+COSTS = pa.schema(
+    [
+        *_EVENT,
+        ("source", pa.string()),
+        ("num_prefill", pa.int64()),
+        ("num_decode", pa.int64()),
+        ("num_mixed", pa.int64()),
+        *_COEFFICIENTS,
+        ("interference_threshold", pa.float64()),
+    ]
+)
+TABLES: Mapping[str, pa.Schema] = {
+    "steps": STEPS,
+    "crossover": CROSSOVER,
+    "phases": PHASES,
+    "memory_plan": MEMORY_PLAN,
+    "costs": COSTS,
+}
 
 
 class TelemetryWriter:

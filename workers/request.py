@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, NewType, Protocol
 
+from schedulers.events import PolicyEvent
+
 RequestId = NewType("RequestId", str)
 
 FinishReason = Literal["stop", "length", "error"]
@@ -239,3 +241,19 @@ class StepRecord:
     num_blocks: int
     schedule_s: float = field(default=0.0)
     """Seconds spent in plan, apply and resume, outside the backend."""
+    policy_mode: str = ""
+    """What the policy was doing: "exclusive" or "mixed"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventRecord:
+    """A decision of the policy, for the telemetry table that its class names.
+
+    Attributes:
+        step: the step whose plan it led to.
+        at_s: engine clock when that step was planned.
+    """
+
+    step: int
+    at_s: float
+    event: PolicyEvent

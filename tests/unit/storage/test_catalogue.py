@@ -94,7 +94,7 @@ def test_steps_are_the_telemetry_of_all_runs(job: Job) -> None:
     ledger = job.open()
     for run in ("r1", "r2"):
         writer = TelemetryWriter(ledger.store, "steps", run)
-        step: dict[str, Any] = dict.fromkeys(STEPS.names, 0)
+        step: dict[str, Any] = {field.name: "" if field.type == "string" else 0 for field in STEPS}
         writer.add({**step, "phase": "decode", "reason": "", "step": 7})
         writer.flush(force=True)
     ledger.release()
