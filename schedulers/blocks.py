@@ -147,17 +147,18 @@ class BlockManager:
         self._num_sealed[seq_id] = len(table)
         return len(table) * self.block_size
 
-    def grow(self, seq_id: SeqId, num_tokens: int) -> None:
-        """Make a holder's table cover `num_tokens` positions.
+    def grow(self, seq_id: SeqId, num_tokens: int) -> Sequence[int]:
+        """Make a holder's table cover `num_tokens` positions, and return it (a live view).
 
         Raises:
             BlockAccountingError: not enough blocks; plans must not get here.
         """
         table = self._tables[seq_id]
-        for _ in range(blocks_for(num_tokens, self.block_size) - len(table)):
+        while len(table) * self.block_size < num_tokens:
             block = self._take()
             self._holders[block] = 1
             table.append(block)
+        return table
 
     def seal(self, seq_id: SeqId, token_ids: Sequence[int], num_computed_tokens: int) -> None:
         """Make the full computed blocks of a holder known, so that others can share them."""

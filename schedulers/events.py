@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from schedulers.view import Phase
-
+Phase = Literal["prefill", "decode", "mixed", "idle"]
+"""What kind of step a plan is: only chunks, only single tokens, both, or nothing to do."""
 Mode = Literal["exclusive", "mixed"]
 Trigger = Literal["completions", "surge", "calibrated", "unmeasured"]
 """Why the crossover was looked at: enough completions, a jump in demand, the first plan with a

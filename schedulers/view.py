@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, NewType, Protocol
 
+from schedulers.events import Mode, Phase, PolicyEvent
+
 SeqId = NewType("SeqId", int)
 """Serial number of a sequence in its engine: unique, growing in order of arrival."""
-
-Phase = Literal["prefill", "decode", "mixed", "idle"]
-"""What kind of step a plan is: only chunks, only single tokens, both, or nothing to do."""
 
 
 class SequenceView(Protocol):
@@ -128,6 +127,8 @@ class Plan:
         suspended: sequences that give their blocks back and go to the head of waiting, before
             anything is admitted.
         reason: why this and not something else, in a few words, for the telemetry.
+        mode: which kind of batching the policy is in.
+        events: decisions that led to the plan, for the telemetry.
     """
 
     phase: Phase
@@ -135,6 +136,8 @@ class Plan:
     admitted: tuple[SeqId, ...] = ()
     suspended: tuple[SeqId, ...] = ()
     reason: str = ""
+    mode: Mode | None = None
+    events: tuple[PolicyEvent, ...] = ()
 
     @property
     def num_scheduled_tokens(self) -> int:

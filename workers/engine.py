@@ -12,12 +12,21 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from schedulers.blocks import BlockManager, blocks_for
-from schedulers.view import Budget, Finished, Outcome, Plan, Policy, SeqId, View
-from workers.backends.base import Backend, Batch, Segment
+from schedulers.loop import Loop, NothingPlanned
+from schedulers.view import Budget, Finished, Plan, Policy, SeqId
+from workers.backends.base import Backend, Batch
 from workers.errors import DeviceOutOfMemory, InternalError
-from workers.intake import IterableSource, RequestSource, Waiting
+from workers.intake import IterableSource, RequestSource
 from workers.pressure import MemoryPressure, split
-from workers.request import Completion, Request, Result, RowError, Sampled, StepRecord
+from workers.request import (
+    Completion,
+    EventRecord,
+    Request,
+    Result,
+    RowError,
+    Sampled,
+    StepRecord,
+)
 from workers.rows import RowTable
 from workers.sequence import FindStop, Sequence
 
@@ -59,6 +68,7 @@ class Engine:
         clock: seconds, monotonic.
         find_stop: makes the stop-string finder of a request; needed for requests with stop strings.
         on_step: told of every step.
+        on_event: told of every decision that the policy reports.
     """
 
     def __init__(
@@ -69,7 +79,8 @@ class Engine:
         *,
         clock: Callable[[], float] = time.perf_counter,
         find_stop: Callable[[tuple[str, ...]], FindStop] | None = None,
-        on_step: Callable[[StepRecord], None] | None = None,
+        on_step: Callable[[StepRecord], None] = lambda _: None,
+        on_event: Callable[[EventRecord], None] = lambda _: None,
     ) -> None:
         self.backend = backend
         self.policy = policy
@@ -78,13 +89,14 @@ class Engine:
             config.num_blocks, config.block_size, share_prefixes=config.share_prefixes
         )
         backend.allocate(num_blocks=config.num_blocks, block_size=config.block_size)
-        self._budget = config.budget
+        self._loop: Loop[Sequence] = Loop(
+            policy, self.blocks, config.budget, on_admit=self._admitted
+        )
         self._pressure = MemoryPressure(config.budget)
         self._clock = clock
         self._find_stop = find_stop
         self._on_step = on_step
-        self._waiting = Waiting()
-        self._running: dict[SeqId, Sequence] = {}
+        self._on_event = on_event
         self._rows = RowTable()
         self._source: RequestSource = IterableSource(())
         self._next_seq_id = 0
@@ -103,7 +115,7 @@ class Engine:
         self._stopping = False
         while not self._stopping:
             self._take_in()
-            if self._running or len(self._waiting):
+            if self._loop.has_work:
                 self.step()
             elif self._source.exhausted and not self._rows.has_results:
                 break
@@ -117,8 +129,11 @@ class Engine:
     def step(self) -> None:
         """One turn of the wheel."""
         started_s = self._clock()
-        plan = self._plan()
-        batch = self._apply(plan)
+        try:
+            plan = self._loop.plan(input_exhausted=self._source.exhausted, now_s=started_s)
+        except NothingPlanned as bug:
+            raise InternalError(str(bug)) from bug
+        batch = Batch(tuple(self._loop.apply(plan)))
         sampled, execute_s = self._execute(batch)
         finished = self._resume(batch, sampled)
         self._account(plan, batch, finished, started_s, execute_s)
@@ -127,72 +142,6 @@ class Engine:
     def num_in_flight(self) -> int:
         """Requests taken in that have no result yet."""
         return self._rows.num_open
-
-    # -- plan --
-
-    def _plan(self) -> Plan:
-        plan = self.policy.plan(self._view(), self._budget)
-        if not plan.scheduled:
-            raise InternalError(
-                f"policy {self.policy.name!r} planned nothing ({plan.reason!r}) with "
-                f"{len(self._running)} running, {len(self._waiting)} waiting and "
-                f"{self.blocks.num_free_blocks} of {self.blocks.num_blocks} blocks free; "
-                f"running: {list(self._running.values())[:5]}"
-            )
-        return plan
-
-    def _view(self) -> View:
-        return View(
-            waiting=self._waiting.ordered(),
-            running=list(self._running.values()),
-            num_free_blocks=self.blocks.num_free_blocks,
-            num_blocks=self.blocks.num_blocks,
-            block_size=self.blocks.block_size,
-            match_prefix=lambda seq: self.blocks.match_prefix(seq.token_ids),  # type: ignore[attr-defined]
-            private_blocks=lambda seq: self.blocks.private_blocks(seq.seq_id),
-            input_exhausted=self._source.exhausted,
-            now_s=self._clock(),
-        )
-
-    # -- apply --
-
-    def _apply(self, plan: Plan) -> Batch:
-        """Move sequences and blocks as planned; integers only."""
-        for seq_id in plan.suspended:
-            self._suspend(self._running.pop(seq_id))
-        if plan.admitted:
-            candidates = {seq.seq_id: seq for seq in self._waiting.ordered()}
-            for seq_id in plan.admitted:
-                self._admit(candidates[seq_id])
-        segments = [
-            self._segment(self._running[item.seq_id], item.num_tokens) for item in plan.scheduled
-        ]
-        segments.sort(key=lambda segment: segment.num_tokens == 1)
-        return Batch(tuple(segments))
-
-    def _suspend(self, seq: Sequence) -> None:
-        self.blocks.seal(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
-        self.blocks.close(seq.seq_id)
-        seq.num_computed_tokens = 0
-        seq.num_suspensions += 1
-        seq.state = "waiting"
-        self._waiting.suspend(seq)
-
-    def _admit(self, seq: Sequence) -> None:
-        self._waiting.admit(seq)
-        num_cached = self.blocks.open(seq.seq_id, seq.token_ids)
-        seq.num_computed_tokens = num_cached
-        if seq.started_s is None:
-            seq.started_s = self._clock()
-            seq.num_cached_tokens = num_cached
-        seq.state = "running"
-        self._running[seq.seq_id] = seq
-
-    def _segment(self, seq: Sequence, num_tokens: int) -> Segment:
-        start = seq.num_computed_tokens
-        self.blocks.grow(seq.seq_id, start + num_tokens)
-        table = self.blocks.table(seq.seq_id)
-        return Segment(seq, start, num_tokens, table, start + num_tokens == seq.num_tokens)
 
     # -- execute --
 
@@ -214,7 +163,8 @@ class Engine:
             largest = max(largest, part.num_tokens)
             sampling = [segment.seq.seq_id for segment in part.segments if segment.sample]
             sampled.update(zip(sampling, tokens, strict=True))
-        self._budget = self._pressure.after_step(self._budget, batch.num_tokens, largest)
+        loop = self._loop
+        loop.budget = self._pressure.after_step(loop.budget, batch.num_tokens, largest)
         return sampled, self._clock() - started_s
 
     def _halve(self, batch: Batch, error: DeviceOutOfMemory) -> list[Batch]:
@@ -233,10 +183,10 @@ class Engine:
             seq = segment.seq
             if seq.state == "finished":
                 continue  # its row failed in this step
-            seq.num_computed_tokens = segment.start + segment.num_tokens
+            self._loop.advance(segment)
             seq.sampled = sampled.get(seq.seq_id)
-            if segment.num_tokens > 1 or segment.sample:
-                self._share_prompt(seq)
+            if segment.sample and not seq.num_output_tokens:
+                self._start_siblings(seq)
             try:
                 seq.coroutine.send(None)
             except StopIteration as end:
@@ -245,16 +195,17 @@ class Engine:
         self._expire()
         return finished
 
-    def _share_prompt(self, seq: Sequence) -> None:
-        if seq.num_output_tokens:
-            return
-        self.blocks.seal(
-            seq.seq_id, seq.token_ids, min(seq.num_computed_tokens, seq.num_prompt_tokens)
-        )
+    def _admitted(self, seq: Sequence, num_cached_tokens: int) -> None:
+        if seq.started_s is None:
+            seq.started_s = self._clock()
+            seq.num_cached_tokens = num_cached_tokens
+
+    def _start_siblings(self, seq: Sequence) -> None:
+        """A row's first sample has its prompt in KV memory: the others may share it now."""
         row = self._rows[seq]
-        if not row.siblings_started and seq.num_computed_tokens >= seq.num_prompt_tokens:
+        if not row.siblings_started:
             row.siblings_started = True
-            self._waiting.add_siblings(row.sequences[1:])
+            self._loop.waiting.add_siblings(row.sequences[1:])
 
     def _complete(self, seq: Sequence, completion: Completion) -> None:
         """A sample has ended, well or not."""
@@ -274,10 +225,7 @@ class Engine:
         """Give back all that a sample holds. Without effect on one that has ended."""
         if seq.state == "finished":
             return
-        if self._running.pop(seq.seq_id, None) is not None:
-            self.blocks.close(seq.seq_id)
-        else:
-            self._waiting.remove(seq)
+        self._loop.release(seq)
         seq.coroutine.close()
         seq.state = "finished"
         self.backend.forget(seq.seq_id)
@@ -288,9 +236,9 @@ class Engine:
         if limit_s is None:
             return
         now_s = self._clock()
-        for seq in list(self._running.values()):
+        for seq in list(self._loop.running.values()):
             if (
-                seq.state == "running"
+                seq.state != "finished"
                 and seq.started_s is not None
                 and now_s - seq.started_s > limit_s
             ):
@@ -302,11 +250,10 @@ class Engine:
     # -- intake --
 
     def _take_in(self) -> None:
-        room = self.config.window - len(self._waiting)
+        room = self.config.window - len(self._loop.waiting)
         if room < 1 or self._source.exhausted:
             return
-        idle = not self._running and not len(self._waiting)
-        for request in self._source.take(room, wait=idle):
+        for request in self._source.take(room, wait=not self._loop.has_work):
             self._arrive(request)
 
     def _arrive(self, request: Request) -> None:
@@ -318,7 +265,7 @@ class Engine:
         for seq in sequences:
             seq.coroutine.send(None)
         self._rows.open(request, sequences)
-        self._waiting.arrive(sequences[0])
+        self._loop.waiting.arrive(sequences[0])
 
     def _sequence(self, request: Request, sample_index: int) -> Sequence:
         seq_id = SeqId(self._next_seq_id)
@@ -367,22 +314,10 @@ class Engine:
         self, plan: Plan, batch: Batch, finished: list[Finished], started_s: float, execute_s: float
     ) -> None:
         """Tell the policy, and whoever listens, what the step was."""
-        decodes = [
-            s for s in batch.segments if s.num_tokens == 1 and s.start >= s.seq.num_prompt_tokens
-        ]
-        outcome = Outcome(
-            phase=plan.phase,
-            num_prefill_tokens=batch.num_tokens - len(decodes),
-            num_decode_tokens=len(decodes),
-            num_context_tokens=sum(segment.start + 1 for segment in decodes),
-            elapsed_s=execute_s,
-            finished=tuple(finished),
-            num_suspended=len(plan.suspended),
-        )
-        self.policy.observe(outcome)
+        outcome = self._loop.observe(plan, batch.segments, finished, execute_s)
         self._num_steps += 1
-        if self._on_step is None:
-            return
+        for event in plan.events:
+            self._on_event(EventRecord(step=self._num_steps, at_s=started_s, event=event))
         self._on_step(
             StepRecord(
                 step=self._num_steps,
@@ -394,13 +329,14 @@ class Engine:
                 num_decode_tokens=outcome.num_decode_tokens,
                 num_context_tokens=outcome.num_context_tokens,
                 num_seqs=len(batch.segments),
-                num_running=len(self._running),
-                num_waiting=len(self._waiting),
+                num_running=len(self._loop.running),
+                num_waiting=len(self._loop.waiting),
                 num_admitted=len(plan.admitted),
                 num_suspended=len(plan.suspended),
                 num_finished=len(finished),
                 num_free_blocks=self.blocks.num_free_blocks,
                 num_blocks=self.blocks.num_blocks,
                 schedule_s=self._clock() - started_s - execute_s,
+                policy_mode=plan.mode or "",
             )
         )

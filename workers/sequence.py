@@ -26,7 +26,7 @@ from schedulers.view import SeqId
 from workers.errors import InternalError
 from workers.request import Completion, FinishReason, Matcher, Request, Sampled
 
-State = Literal["waiting", "running", "finished"]
+State = Literal["open", "finished"]
 FindStop = Callable[[list[int]], str | None]
 """Given the generated ids, the stop string that their text contains, if any."""
 
@@ -117,7 +117,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.sampled: Sampled | None = None
-        self.state: State = "waiting"
+        self.state: State = "open"
         self.finish_reason: FinishReason | None = None
         self.stop_string: str | None = None
         self.logprobs: list[Sampled] = []

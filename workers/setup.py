@@ -11,7 +11,7 @@ from schedulers.policies import make_policy
 from schedulers.view import Budget
 from workers.backends.base import Backend, ModelInfo
 from workers.engine import Engine, EngineConfig
-from workers.request import StepRecord
+from workers.request import EventRecord, StepRecord
 from workers.sequence import FindStop
 
 BLOCK_SIZE = 16
@@ -130,7 +130,8 @@ def make_engine(
     *,
     clock: Callable[[], float],
     find_stop: Callable[[tuple[str, ...]], FindStop] | None = None,
-    on_step: Callable[[StepRecord], None] | None = None,
+    on_step: Callable[[StepRecord], None] = lambda _: None,
+    on_event: Callable[[EventRecord], None] = lambda _: None,
 ) -> tuple[Engine, MemoryPlan]:
     """An engine over a loaded backend.
 
@@ -145,5 +146,6 @@ def make_engine(
         clock=clock,
         find_stop=find_stop,
         on_step=on_step,
+        on_event=on_event,
     )
     return engine, setup.memory

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from schedulers.loop import Segment
 from schedulers.view import SeqId
 from workers.request import Sampled
 
@@ -44,28 +44,13 @@ class ModelInfo:
     scratch_bytes: int = 0
 
 
-class Segment(NamedTuple):
-    """Tokens `[start, start + num_tokens)` of one sequence, computed in this step.
-
-    Positions `[0, start)` are in KV memory already; the block table covers `start + num_tokens`
-    positions. `sample` is true when the segment ends the known tokens, so that the next one is
-    drawn from its last position's logits.
-    """
-
-    seq: Sequence
-    start: int
-    num_tokens: int
-    block_table: Seq[int]
-    sample: bool
-
-
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One step's work. Segments of several tokens (chunks) come first, single-token ones (decodes)
     after them.
     """
 
-    segments: tuple[Segment, ...]
+    segments: tuple[Segment[Sequence], ...]
 
     @property
     def num_tokens(self) -> int:

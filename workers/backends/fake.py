@@ -17,6 +17,7 @@ from schedulers.view import SeqId
 from workers.backends.base import Batch, ModelInfo, Segment
 from workers.errors import BackendError, DeviceOutOfMemory
 from workers.request import Sampled
+from workers.sequence import Sequence
 
 Script = Callable[[str, int, int], int]
 """(request id, sample index, position in the output) -> token id."""
@@ -127,7 +128,7 @@ class FakeBackend:
                     f"row {segment.seq.request.request_id} never fits (scripted)"
                 )
 
-    def _write(self, segment: Segment) -> None:
+    def _write(self, segment: Segment[Sequence]) -> None:
         tokens, table, size = segment.seq.token_ids, segment.block_table, self._block_size
         end = segment.start + segment.num_tokens
         if len(table) * size < end:
@@ -142,7 +143,7 @@ class FakeBackend:
                     f"not {tokens[position]}"
                 )
 
-    def _sample(self, segment: Segment) -> Sampled:
+    def _sample(self, segment: Segment[Sequence]) -> Sampled:
         seq = segment.seq
         if seq.request.request_id in self._faults.nan_request_ids:
             return Sampled(token_id=0, error="logits are not finite (scripted)")

@@ -18,6 +18,7 @@ from workers.backends.base import Batch, Segment
 from workers.errors import InternalError
 from workers.kv import KVPool
 from workers.models.decoder import Step
+from workers.sequence import Sequence
 
 Integers = NDArray[np.int64]
 
@@ -67,12 +68,14 @@ def _integers(items: Seq[int]) -> Integers:
     return np.array(items, dtype=np.int64)
 
 
-def _token_ids(segments: Seq[Segment], num_tokens: int) -> Integers:
+def _token_ids(segments: Seq[Segment[Sequence]], num_tokens: int) -> Integers:
     runs = (s.seq.token_ids[s.start : s.start + s.num_tokens] for s in segments)
     return np.fromiter(chain.from_iterable(runs), dtype=np.int64, count=num_tokens)
 
 
-def _block_tables(segments: Seq[Segment], lengths_G: Integers, block_size: int) -> Integers:
+def _block_tables(
+    segments: Seq[Segment[Sequence]], lengths_G: Integers, block_size: int
+) -> Integers:
     """Block tables as rows of one array, filled up with 0, each as long as its segment needs."""
     needed_G = -(-lengths_G // block_size)
     tables_GM = np.zeros((len(segments), int(needed_G.max())), dtype=np.int64)
@@ -86,7 +89,7 @@ def _block_tables(segments: Seq[Segment], lengths_G: Integers, block_size: int) 
 
 
 def _chunks(
-    segments: Seq[Segment], tables_GM: Integers, ends_G: Integers, on_device: _Sender
+    segments: Seq[Segment[Sequence]], tables_GM: Integers, ends_G: Integers, on_device: _Sender
 ) -> tuple[Chunk, ...]:
     return tuple(
         Chunk(

@@ -82,7 +82,7 @@ def make_engine(
     row_timeout_s: float | None = None,
     reservation: str = "expected",
     chunk_tokens: int | None = None,
-    on_step: Callable[[StepRecord], None] | None = None,
+    on_step: Callable[[StepRecord], None] = lambda _: None,
     clock: Callable[[], float] | None = None,
 ) -> Engine:
     return Engine(
