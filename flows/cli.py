@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flows.errors import FlowsError, SpecError
-from flows.options import with_spec_options
+from flows.options import with_some_spec_options, with_spec_options
 from flows.spec_model import JobSpec
 from flows.specfile import build, read_job
 
@@ -38,6 +38,9 @@ UsePrefect = Annotated[
         help="As a Prefect flow, or without; by default as one when PREFECT_API_URL is set.",
     ),
 ]
+Budget = Annotated[float, typer.Option("--budget", help="Seconds for measuring.")]
+CALIBRATED = ("model", "revision", "dtype", "device", "memory", "max_batch_tokens", "max_seqs")
+"""Options of a job that step costs depend on."""
 OK, FAILED, USAGE = 0, 1, 2
 
 
@@ -72,6 +75,19 @@ def validate(flat: dict[str, Any], job: JobFile = None) -> None:
 
     for line in validate_job(_spec(flat, job)):
         typer.echo(line)
+
+
+@app.command()
+@with_some_spec_options(*CALIBRATED)
+def calibrate(flat: dict[str, Any], budget: Budget = 60.0) -> None:
+    """Measure what steps of a model cost on this machine, for a minute, and keep it."""
+    from flows.calibrate import ProgressLines, render_calibration, run_calibration, spec_of
+
+    def tell(line: str) -> None:
+        typer.echo(line, err=True)
+
+    done = run_calibration(spec_of(flat), budget_s=budget, on_progress=ProgressLines(tell))
+    _console().print(render_calibration(done))
 
 
 @app.command()

@@ -21,8 +21,17 @@ def with_spec_options(function: Command) -> Command:
     `function` takes what was given, by key, as its first argument `flat`; what was not given is not
     in it, so that a job file's value or the default holds.
     """
+    return _with_options(function, spec_options())
+
+
+def with_some_spec_options(*keys: str) -> Callable[[Command], Command]:
+    """As `with_spec_options`, with the options of these keys only."""
+    options = tuple(option for option in spec_options() if option.key in keys)
+    return lambda function: _with_options(function, options)
+
+
+def _with_options(function: Command, options: tuple[Option, ...]) -> Command:
     own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
-    options = spec_options()
 
     def command(**values: Any) -> None:
         given = {option.key: values.pop(option.key) for option in options}
