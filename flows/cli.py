@@ -102,6 +102,19 @@ def status(
 
 
 @app.command()
+def report(
+    output: Annotated[str, typer.Argument(help="The job's output directory or URL.")],
+    to: Annotated[
+        Path | None, typer.Option("--to", help="Where to write it; by default OUTPUT/report.html.")
+    ] = None,
+) -> None:
+    """Write an HTML page that shows what a job did and why."""
+    from flows.report import write_report
+
+    typer.echo(write_report(output, to))
+
+
+@app.command()
 def version() -> None:
     """Show the version."""
     typer.echo(f"headrace {metadata.version('headrace')}")

@@ -28,6 +28,7 @@ OPTIONS = {
     "plan": set(SPEC_OPTIONS),
     "validate": set(SPEC_OPTIONS),
     "status": set[str](),
+    "report": {"--to"},
     "version": set[str](),
 }
 

@@ -1,0 +1,39 @@
+"""An output in SQL without `job.duckdb`: the same views in memory, of a local or remote output.
+
+For readers that may neither wait for the file's lock nor rely on its being there. Files are read
+through Arrow by the declared schemas: a column that an older file lacks is null.
+"""
+
+from __future__ import annotations
+
+import duckdb
+import pyarrow as pa
+import pyarrow.dataset as pads
+
+from storage.catalogue import STEP_COSTS
+from storage.ledger import RESULTS, TELEMETRY
+from storage.objects import ObjectStore
+from storage.results import ResultColumns, computed_fields
+from storage.telemetry import TABLES
+
+
+def open_views(store: ObjectStore) -> duckdb.DuckDBPyConnection:
+    """A connection with `results` (the computed columns), the telemetry tables and `step_costs`.
+
+    Writes nothing, and may be called while a run goes on. The caller closes it.
+    """
+    con = duckdb.connect()
+    results = pa.schema(computed_fields(ResultColumns()))
+    con.register("results", _files_of(store, RESULTS, results))
+    for table, schema in TABLES.items():
+        con.register(table, _files_of(store, f"{TELEMETRY}/{table}", schema))
+    con.execute(STEP_COSTS)
+    return con
+
+
+def _files_of(store: ObjectStore, folder: str, schema: pa.Schema) -> pads.Dataset | pa.Table:
+    """A folder's Parquet files as one relation, read when asked."""
+    names = [store.path(name) for name in store.list(folder) if name.endswith(".parquet")]
+    if not names:
+        return schema.empty_table()
+    return pads.dataset(names, schema=schema, format="parquet", filesystem=store.fs)
