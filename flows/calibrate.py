@@ -12,7 +12,7 @@ from flows.calibration import hardware_of, store_calibration
 from flows.errors import SpecError
 from flows.model import Model, open_model
 from flows.specfile import build
-from schedulers.calibration import Calibration, calibrated, interference
+from schedulers.calibration import Calibration, calibrated, interference, noise
 from workers.calibrate import OnProgress, measure_steps
 from workers.setup import EngineOptions, device_memory_bytes, size_engine
 
@@ -81,11 +81,15 @@ def _measured(
     on_progress: OnProgress,
 ) -> Calibration:
     info = backend.info
-    settings = _settings(spec, backend)
+    num_blocks, settings = _sizes(spec, backend)
     samples = measure_steps(
-        backend, **settings, clock=clock, budget_s=budget_s, on_progress=on_progress
+        backend,
+        num_blocks=num_blocks,
+        **settings,
+        clock=clock,
+        budget_s=budget_s,
+        on_progress=on_progress,
     )
-    del settings["num_blocks"]
     return calibrated(
         samples,
         hardware=hardware_of(info.device),
@@ -97,8 +101,8 @@ def _measured(
     )
 
 
-def _settings(spec: JobSpec, backend: Backend) -> dict[str, int]:
-    """The sizes that a job with these options would run with."""
+def _sizes(spec: JobSpec, backend: Backend) -> tuple[int, dict[str, int]]:
+    """KV blocks and step sizes that a job with these options would run with."""
     engine = spec.engine
     options = EngineOptions(
         memory_bytes=engine.memory_bytes(device_memory_bytes(backend.info.device)),
@@ -106,9 +110,8 @@ def _settings(spec: JobSpec, backend: Backend) -> dict[str, int]:
         max_seqs=engine.max_seqs,
     )
     config = size_engine(backend.info, options).config
-    return {
+    return config.num_blocks, {
         "block_size": config.block_size,
-        "num_blocks": config.num_blocks,
         "max_batch_tokens": config.budget.max_batch_tokens,
         "max_seqs": config.budget.max_seqs,
     }
@@ -116,6 +119,8 @@ def _settings(spec: JobSpec, backend: Backend) -> dict[str, int]:
 
 # -- what is shown --
 
+NOISY = 0.1
+"""Share by which repetitions may differ before they are not relied on."""
 CURVE_HEAD = (
     "decode share", "tokens a step", "mixed", "apart", "ratio", "marginal, mixed", "apart",
 )  # fmt: skip
@@ -167,7 +172,19 @@ def render_calibration(done: Calibrated) -> RenderableType:
     curve = Table(*head, title="Interference, ms per token", title_justify="left", box=None)
     for row in curve_lines(done.calibration):
         curve.add_row(*row)
-    return Group(facts, Text(), curve, Text(f"stored in {done.path}"))
+    lines = [Text(line) for line in closing_lines(done)]
+    return Group(facts, Text(), curve, *lines)
+
+
+def closing_lines(done: Calibrated) -> Iterator[str]:
+    """Where it is kept, and a warning where it should not be relied on."""
+    yield f"stored in {done.path}"
+    share = noise(done.calibration.samples)
+    if share > NOISY:
+        yield (
+            f"repetitions of a step differ by {share:.0%}: something else is using this machine; "
+            "calibrate again when it is idle"
+        )
 
 
 def coefficient_lines(calibration: Calibration) -> Iterator[tuple[str, str, str]]:
@@ -184,6 +201,7 @@ def coefficient_lines(calibration: Calibration) -> Iterator[tuple[str, str, str]
     threshold = cost.interference_threshold()
     shown = "none" if threshold is None else f"{threshold:.3f}"
     yield "r*", shown, "decode share above which a token costs more mixed than in a decode step"
+    yield "noise", f"{noise(calibration.samples):.1%}", "of repetitions around their median"
     for kind, value in calibration.r_squared.items():
         yield f"R^2 {kind}", f"{value:.4f}", ""
 

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from math import isfinite
-from statistics import median
+from statistics import fmean, median
 from typing import Any, NamedTuple, TypeVar, cast, get_args
 
 import numpy as np
@@ -23,6 +23,8 @@ VERSION = 1
 """Of the stored form; another one is not read."""
 
 Hardware = Mapping[str, str | int]
+_Size = tuple[int, int, int, bool]
+"""Prefill, decode and context tokens, and whether behind a step of another kind."""
 _T = TypeVar("_T")
 
 
@@ -164,12 +166,16 @@ def steady_medians(samples: Iterable[StepSample]) -> list[StepSample]:
     ]
 
 
-def _medians(samples: Iterable[StepSample]) -> dict[tuple[int, int, int, bool], float]:
-    repetitions: defaultdict[tuple[int, int, int, bool], list[float]] = defaultdict(list)
+def _medians(samples: Iterable[StepSample]) -> dict[_Size, float]:
+    return {size: median(times) for size, times in _repetitions(samples).items()}
+
+
+def _repetitions(samples: Iterable[StepSample]) -> dict[_Size, list[float]]:
+    found: defaultdict[_Size, list[float]] = defaultdict(list)
     for item in samples:
         size = item.num_prefill_tokens, item.num_decode_tokens, item.num_context_tokens
-        repetitions[(*size, item.switched)].append(item.elapsed_s)
-    return {size: median(times) for size, times in repetitions.items()}
+        found[(*size, item.switched)].append(item.elapsed_s)
+    return found
 
 
 def fit_steps(samples: Iterable[StepSample]) -> StepCost:
@@ -199,6 +205,19 @@ def switch_s(samples: Iterable[StepSample]) -> float:
         if size[3] and steady_s is not None:
             extra[size[0] > 0].append(elapsed_s - steady_s)
     return max(0.0, sum(median(times) for times in extra.values()))
+
+
+def noise(samples: Iterable[StepSample]) -> float:
+    """How far repetitions of a steady step are from their median, as a share of it: the mean, of
+    the median size of step. An idle machine has 0.01 to 0.05.
+    """
+    repetitions = _repetitions(item for item in samples if not item.switched)
+    shares = [
+        fmean(abs(elapsed_s - median(times)) for elapsed_s in times) / median(times)
+        for times in repetitions.values()
+        if median(times) > 0
+    ]
+    return median(shares) if shares else 0.0
 
 
 def r_squared(samples: Iterable[StepSample], cost: StepCost) -> dict[str, float]:

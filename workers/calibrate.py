@@ -24,6 +24,7 @@ from workers.calibration_points import (
     Layout,
     Limits,
     Turn,
+    affordable,
     largest_prefill,
     plan_layout,
     round_groups,
@@ -64,7 +65,8 @@ def measure_steps(
         max_seqs: most sequences of a step.
         clock: seconds, monotonic.
         budget_s: no step is measured for a third time after so many seconds; each is measured
-            twice, however long that takes.
+            twice, however long that takes. Where that would take much longer, the biggest steps are
+            left out.
         seed: of the token ids and of the order.
         on_progress: told about once a step.
 
@@ -90,7 +92,9 @@ def measure_steps(
         token_s = stage.warm_up()
         layout = plan_layout(limits, fill_tokens=int(FILL_SHARE * budget_s / token_s))
         stage.fill(layout, tell)
-        turns = turns_of(round_groups(limits, layout), rng)
+        round_tokens = int((1 - FILL_SHARE) * budget_s / token_s / MIN_ROUNDS)
+        sizes = affordable(limits, layout, max_tokens=round_tokens)
+        turns = turns_of(round_groups(sizes, layout), rng)
         samples: list[StepSample] = []
         for number, turn in turns:
             if number > MIN_ROUNDS and clock() - started_s >= budget_s:

@@ -124,6 +124,18 @@ def plan_layout(limits: Limits, *, fill_tokens: int) -> Layout:
     return Layout(prompt_blocks, num_short, short_context, num_long, long_context)
 
 
+def affordable(limits: Limits, layout: Layout, *, max_tokens: int) -> Limits:
+    """Limits with a step size at which a round computes no more than `max_tokens`, so that a big
+    model on a slow machine is measured in bounded time. Not below 64 tokens a step.
+    """
+    while limits.max_batch_tokens >= 2 * SMALLEST_MIXED:
+        turns = (turn for group in round_groups(limits, layout) for turn in group)
+        if sum(turn.point.num_tokens for turn in turns) <= max_tokens:
+            break
+        limits = limits._replace(max_batch_tokens=limits.max_batch_tokens // 2)
+    return limits
+
+
 def packed(limits: Limits, num_tokens: int) -> tuple[int, ...]:
     """Prompts of 128 to 256 tokens that make `num_tokens`; the last is what is left."""
     lengths: list[int] = []
@@ -194,7 +206,8 @@ def round_groups(limits: Limits, layout: Layout) -> list[list[Turn]]:
 
 def _fits(point: Point, limits: Limits, layout: Layout) -> bool:
     fits_memory = limits.blocks(point.prompts) <= layout.prompt_blocks
-    return fits_memory and point.num_seqs <= limits.max_seqs
+    fits_step = point.num_tokens <= limits.max_batch_tokens
+    return fits_memory and fits_step and point.num_seqs <= limits.max_seqs
 
 
 def _switches(prefill: list[Point], decode: list[Point]) -> list[Turn]:

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from flows.calibrate import ProgressLines, render_calibration, run_calibration, spec_of
+from flows.calibrate import (
+    Calibrated,
+    ProgressLines,
+    closing_lines,
+    render_calibration,
+    run_calibration,
+    spec_of,
+)
 from flows.calibration import (
     calibration_path,
     hardware_of,
@@ -151,6 +159,14 @@ def test_the_command_measures_stores_and_shows() -> None:
     text = shown(done)
     for word in ("alpha_p", "beta_d", "us", "r*", "R^2 mixed", "0.90", str(done.path)):
         assert word in text
+
+
+def test_a_noisy_measurement_says_so() -> None:
+    steps = [step._replace(elapsed_s=step.elapsed_s * 2) for step in made().samples]
+    noisy = replace(made(), samples=(*made().samples, *steps))
+    path = Path("there")
+    assert list(closing_lines(Calibrated(made(), path))) == ["stored in there"]
+    assert "differ by 33%" in list(closing_lines(Calibrated(noisy, path)))[1]
 
 
 def shown(done) -> str:

@@ -14,6 +14,7 @@ from schedulers.calibration import (
     calibration_key,
     fit_steps,
     interference,
+    noise,
     r_squared,
     steady_medians,
     switch_s,
@@ -134,6 +135,13 @@ def test_a_switch_costs_what_both_its_steps_take_longer() -> None:
     assert switch_s(steady) == 0.0
     early = [StepSample(*item[:3], item.elapsed_s / 2, True) for item in steady]
     assert switch_s([*steady, *early]) == 0.0
+
+
+def test_noise_is_that_of_the_repetitions_of_a_step() -> None:
+    assert noise(samples()) == pytest.approx(0.0)
+    factors = (0.8, 1.0, 1.0, 1.4)
+    assert noise([sample(64, 0, factor=factor) for factor in factors]) == pytest.approx(0.15)
+    assert noise([StepSample(64, 0, 0, 9.0, True)]) == 0.0
 
 
 def test_interference_compares_with_the_parts() -> None:

@@ -31,12 +31,15 @@ SWITCH_S = 0.004
 class Machine:
     """A fake backend on a clock that its steps move by what they cost."""
 
-    def __init__(self, *, noise: float = 0.0, switch_s: float = 0.0, **backend) -> None:
+    def __init__(
+        self, *, noise: float = 0.0, switch_s: float = 0.0, slower: float = 1.0, **backend
+    ) -> None:
         self.now_s = 0.0
         self.steps: list[StepSample] = []
         self.batches: list[Batch] = []
         self.backend = FakeBackend(on_execute=self._execute, **backend)
         self._noise = noise
+        self._slower = slower
         self._switch_s = switch_s
         self._rng = Random(7)
 
@@ -52,7 +55,7 @@ class Machine:
             elapsed_s *= 3
         if self.steps and self.steps[-1].kind != step.kind:
             elapsed_s += self._switch_s
-        self.now_s += elapsed_s
+        self.now_s += elapsed_s * self._slower
         self.steps.append(step)
         self.batches.append(batch)
 
@@ -194,6 +197,14 @@ def test_a_slow_machine_fills_less() -> None:
     slow = plan_layout(limits, fill_tokens=3000)
     assert 32 * slow.num_short + 512 * slow.num_long <= 3000
     assert slow.num_long >= 2
+
+
+def test_a_slow_machine_leaves_the_biggest_steps_out() -> None:
+    machine = Machine(slower=30.0)
+    samples = machine.measure(budget_s=60.0)
+    assert machine.now_s < 150.0
+    assert {sample.kind for sample in samples} == {"prefill", "decode", "mixed"}
+    assert max(s.num_prefill_tokens + s.num_decode_tokens for s in samples) < 512
 
 
 def test_packed_prompts_make_the_step() -> None:
