@@ -2,7 +2,7 @@
 
     storage.views    the output in SQL
     report_data      queries: seconds on the job's axis, added up to a few hundred points
-    report_figures   numbers to SVG
+    report_figures   numbers to SVG, over time on the one `report_axis`
     report_tables    numbers to text
     report_page.html the page; escapes all that is not a figure
 
@@ -23,6 +23,7 @@ from markupsafe import Markup
 
 from flows import report_figures as figures
 from flows import report_tables as tables
+from flows.report_axis import Axis, Mark
 from flows.report_data import Telemetry
 from schedulers.lengths import Hazard, fit_hazard
 from storage.errors import OutputError
@@ -100,10 +101,10 @@ def page_values(record: JobRecord, status: JobStatus, telemetry: Telemetry) -> d
     }
 
 
-def time_axis(telemetry: Telemetry, switches: Sequence[Mapping[str, Any]]) -> figures.Axis:
+def time_axis(telemetry: Telemetry, switches: Sequence[Mapping[str, Any]]) -> Axis:
     """The runs end to end, with the mode's stretches and switches."""
     marks = [
-        figures.Mark(
+        Mark(
             number,
             switch["time_s"],
             f"{number}: {switch['time_s']:,.2f} s, {switch['mode_before']} -> "
@@ -112,20 +113,20 @@ def time_axis(telemetry: Telemetry, switches: Sequence[Mapping[str, Any]]) -> fi
         for number, switch in enumerate(switches, start=1)
     ]
     borders_s = [run.start_s for run in telemetry.runs[1:]]
-    return figures.Axis(telemetry.total_s, borders_s, telemetry.modes(), marks)
+    return Axis(telemetry.total_s, borders_s, telemetry.modes(), marks)
 
 
 # -- sections: what the template takes; None where there is nothing to show --
 
 
-def _throughput(telemetry: Telemetry, axis: figures.Axis) -> Markup | None:
+def _throughput(telemetry: Telemetry, axis: Axis) -> Markup | None:
     if not telemetry.num_steps:
         return None
     return figures.throughput(axis, telemetry.bins(), telemetry.phase_shares())
 
 
 def _crossover(
-    telemetry: Telemetry, axis: figures.Axis, switches: Sequence[Mapping[str, Any]]
+    telemetry: Telemetry, axis: Axis, switches: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any] | None:
     evaluations = telemetry.evaluations()
     if not len(evaluations["at_s"]):
@@ -162,7 +163,7 @@ def _lengths(telemetry: Telemetry) -> dict[str, Any] | None:
     }
 
 
-def _tail(telemetry: Telemetry, axis: figures.Axis) -> dict[str, Any] | None:
+def _tail(telemetry: Telemetry, axis: Axis) -> dict[str, Any] | None:
     shares = telemetry.finished_at()
     if not shares:
         return None

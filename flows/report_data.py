@@ -115,7 +115,8 @@ _MODES = """
 
 _EVALUATIONS = """
     WITH numbered AS (
-        SELECT *, row_number() OVER (ORDER BY number, step) AS row, count(*) OVER () AS total
+        SELECT *, row_number() OVER (ORDER BY number, time_s, step) AS row,
+            count(*) OVER () AS total
         FROM timed_crossover
     )
     SELECT number, time_s AS at_s, contention, amortisation, margin, hysteresis
@@ -247,7 +248,7 @@ class Telemetry:
         self, table: str, where: str = "true", *, most: int | None = None
     ) -> list[dict[str, Any]]:
         """Rows of an event table in order, with `number` (of the run) and `time_s`."""
-        found = self._con.table(f"timed_{table}").filter(where).order("number, step")
+        found = self._con.table(f"timed_{table}").filter(where).order("number, time_s, step")
         return _dicts(found if most is None else found.limit(most))
 
     def switches(self) -> list[dict[str, Any]]:
@@ -261,7 +262,7 @@ class Telemetry:
     def last(self, table: str, where: str = "true") -> dict[str, Any] | None:
         """The latest row of an event table."""
         found = self._con.table(f"timed_{table}").filter(where)
-        rows = _dicts(found.order("number DESC, step DESC").limit(1))
+        rows = _dicts(found.order("number DESC, time_s DESC, step DESC").limit(1))
         return rows[0] if rows else None
 
     # -- costs and lengths --

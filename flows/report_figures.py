@@ -1,60 +1,30 @@
-"""The figures of a report. Each takes numbers and gives an SVG.
-
-Mode switches are numbered: a line through every panel, and on top a badge that leads to the
-switch's row in the table (`switch-N`). Colours are of Okabe and Ito's set, told apart by all eyes.
-"""
+"""The figures of a report. Each takes numbers and gives an SVG."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
+from matplotlib.ticker import (
+    FuncFormatter,
+    LogLocator,
+    MaxNLocator,
+    NullFormatter,
+    PercentFormatter,
+)
 from numpy.typing import NDArray
 
+from flows.report_axis import PHASE_COLOURS, Axis, legend, over_time
 from flows.report_data import Columns
 from flows.report_svg import INK, MUTED, Drawing
 from schedulers.lengths import Hazard
 
-PHASE_COLOURS: Final[Mapping[str, str]] = {
-    "prefill": "#0072b2",
-    "decode": "#d55e00",
-    "mixed": "#009e73",
-    "idle": "#c9ced6",
-}
-MODE_COLOURS: Final[Mapping[str, str]] = {"exclusive": "#e6e2f6", "mixed": "#fdf1cf"}
-MODE_EDGES: Final[Mapping[str, str]] = {"exclusive": "#9a8fd0", "mixed": "#d9b44a"}
 LINE, SECOND, THIRD = "#0072b2", "#d55e00", "#6a4c93"
-MAX_BADGES = 150
-
-
-class Mark(NamedTuple):
-    """A mode switch on the time axis; `text` is what the pointer shows."""
-
-    number: int
-    at_s: float
-    text: str
-
-
-class Axis(NamedTuple):
-    """What all figures over time share.
-
-    Attributes:
-        total_s: the length of the axis.
-        borders_s: where a run ended and the next began.
-        modes: start, end and mode of each stretch.
-        marks: the mode switches.
-    """
-
-    total_s: float
-    borders_s: Sequence[float]
-    modes: Sequence[tuple[float, float, str]]
-    marks: Sequence[Mark]
 
 
 def throughput(axis: Axis, bins: Columns, shares: Columns) -> Markup:
@@ -71,7 +41,8 @@ def throughput(axis: Axis, bins: Columns, shares: Columns) -> Markup:
         _area(running, bins, "running", INK, "running")
         _area(waiting, bins, "waiting", MUTED, "waiting")
         over_time(drawing, axis, [prefill, decode, kv, running, waiting], strips=[phases])
-        _legend(drawing, axis, phases=True)
+        seen = [name for name in PHASE_COLOURS if np.nansum(shares[name].astype(float)) > 0]
+        legend(drawing, axis, phases=seen)
     return drawing.svg
 
 
@@ -87,7 +58,7 @@ def crossover(axis: Axis, evaluations: Columns) -> Markup:
         margin.set_ylabel("margin, us/token")
         margin.axhline(0, color=INK, linewidth=0.8)
         over_time(drawing, axis, [sides, margin])
-        _legend(drawing, axis, lines=_CROSSOVER_LINES)
+        legend(drawing, axis, lines=_CROSSOVER_LINES)
     return drawing.svg
 
 
@@ -133,95 +104,13 @@ def tail(axis: Axis, finished: Columns, shares: Mapping[float, float]) -> Markup
         counts = np.concatenate([[0.0], finished["finished"]])
         axes.step(times, counts, where="post", color=LINE)
         total = float(counts[-1])
-        for share, at_s in shares.items():
-            _share_point(axes, at_s, share, total, axis.total_s)
+        for at_s in sorted(set(shares.values())):
+            _share_point(axes, at_s, [s for s in shares if shares[s] == at_s], total, axis)
         axes.set_ylim(0, total * 1.12)
         axes.set_ylabel("finished")
         over_time(drawing, axis, [axes])
-        _legend(drawing, axis)
+        legend(drawing, axis)
     return drawing.svg
-
-
-# -- what figures over time share --
-
-
-def over_time(
-    drawing: Drawing, axis: Axis, panels: Sequence[Axes], *, strips: Sequence[Axes] = ()
-) -> None:
-    """Modes in the background, borders of runs, and the numbered switches."""
-    for axes in panels:
-        for start_s, end_s, mode in axis.modes:
-            if mode in MODE_COLOURS:
-                axes.axvspan(start_s, end_s, color=MODE_COLOURS[mode], linewidth=0, zorder=0)
-    for axes in (*panels, *strips):
-        for border_s in axis.borders_s:
-            axes.axvline(border_s, color=INK, linewidth=1.2, linestyle=(0, (1, 2)))
-        for mark in axis.marks:
-            axes.axvline(mark.at_s, color=INK, linewidth=0.9)
-    _run_names(panels[-1], axis)
-    _badges(drawing, panels[0], axis)
-    panels[-1].set_xlabel("seconds since the first step")
-    panels[-1].set_xlim(0, max(axis.total_s, 1e-3))
-
-
-def _badges(drawing: Drawing, top: Axes, axis: Axis) -> None:
-    """Numbers over the top panel, on three levels where they stand close."""
-    last_s, level = -np.inf, 0
-    for mark in axis.marks[:MAX_BADGES]:
-        close = mark.at_s - last_s < 0.022 * axis.total_s
-        last_s, level = mark.at_s, (level + 1) % 3 if close else 0
-        badge = top.annotate(
-            str(mark.number),
-            (mark.at_s, 1.0),
-            xycoords=("data", "axes fraction"),
-            xytext=(0, 9 + 15 * level),
-            textcoords="offset points",
-            ha="center",
-            va="center",
-            color="white",
-            fontsize=8,
-            fontweight="bold",
-            bbox={"boxstyle": "circle,pad=0.25", "facecolor": INK, "edgecolor": "white"},
-        )
-        badge.set_gid(f"mark-{mark.number}")
-        badge.set_url(f"#switch-{mark.number}")
-        patch = badge.get_bbox_patch()
-        if patch is not None:
-            patch.set_url(f"#switch-{mark.number}")
-        drawing.tooltip(f"mark-{mark.number}", mark.text)
-
-
-def _run_names(bottom: Axes, axis: Axis) -> None:
-    for number, border_s in enumerate(axis.borders_s, start=2):
-        bottom.annotate(
-            f" run {number}",
-            (border_s, 1.0),
-            xycoords=("data", "axes fraction"),
-            va="top",
-            fontsize=8,
-            color=MUTED,
-        )
-
-
-def _legend(
-    drawing: Drawing, axis: Axis, *, phases: bool = False, lines: Sequence[Any] = ()
-) -> None:
-    """One legend above the panels: modes, phases, and what else there is."""
-    present = {mode for _, _, mode in axis.modes}
-    handles: list[Any] = list(lines)
-    if phases:
-        handles += [
-            Patch(color=colour, label=f"{name} step")
-            for name, colour in PHASE_COLOURS.items()
-            if name != "idle"
-        ]
-    handles += [
-        Patch(facecolor=colour, edgecolor=MODE_EDGES[mode], label=f"mode {mode}")
-        for mode, colour in MODE_COLOURS.items()
-        if mode in present
-    ]
-    if handles:
-        drawing.figure.legend(handles=handles, loc="outside upper left", ncols=6)
 
 
 # -- panels --
@@ -309,6 +198,8 @@ def _histogram(axes: Axes, values: NDArray[Any], colour: str, label: str) -> Non
     axes.set_xlabel(label)
     axes.set_ylabel("rows")
     axes.yaxis.set_major_formatter(FuncFormatter(_short))
+    axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     if len(values):
         num_bins = int(min(40, max(1, np.ptp(values) + 1)))
         axes.hist(values, bins=num_bins, color=colour, alpha=0.75, edgecolor="white", linewidth=0.5)
@@ -322,6 +213,7 @@ def _hazard(axes: Axes, values: NDArray[Any], fit: Hazard) -> None:
     axes.plot(line_t, fit.p0 + fit.eta * line_t, color=INK)
     top = float(np.quantile(hazard, 0.9)) if len(hazard) else fit.p0
     axes.set_ylim(0, 1.6 * max(top, fit.p0, 1e-9))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.set_xlabel("completion tokens so far")
     axes.set_ylabel("chance of ending at the next")
     handles = [
@@ -352,18 +244,27 @@ def empirical_hazard(
     return (edges[:-1] + edges[1:] + 1) / 2, ends_in / np.maximum(exposed, 1), exposed
 
 
-def _share_point(axes: Axes, at_s: float, share: float, total: float, total_s: float) -> None:
-    axes.plot([at_s], [share * total], "o", color=SECOND, markersize=5, zorder=4)
-    """The curve rises, so above and to the left of a point there is room."""
-    early = at_s < 0.15 * total_s
+def _share_point(
+    axes: Axes, at_s: float, shares: Sequence[float], total: float, axis: Axis
+) -> None:
+    """Where shares of the sequences had finished. The curve rises, so above and to the left of a
+    point there is room.
+    """
+    place = (at_s, shares[-1] * total)
+    early, last_but_one = at_s < 0.15 * axis.total_s, shares[-1] == 0.99
+    axes.plot(*place, "o", color=SECOND, markersize=5, zorder=4, clip_on=False)
     axes.annotate(
-        f"{share:.0%}: {at_s:,.1f} s",
-        (at_s, share * total),
-        xytext=(8 if early else -8, -12 if early or share == 0.99 else 5),
+        f"{', '.join(f'{100 * share:.0f}' for share in shares)} %: {at_s:,.{_digits(at_s)}f} s",
+        place,
+        xytext=(8 if early else -8, -13 if early or last_but_one else 5),
         textcoords="offset points",
         ha="left" if early else "right",
         fontsize=8,
     )
+
+
+def _digits(seconds: float) -> int:
+    return 3 if seconds < 1 else 2 if seconds < 10 else 1
 
 
 def _short(value: float, _: object = None) -> str:

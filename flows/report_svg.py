@@ -1,14 +1,14 @@
 """Matplotlib figures as SVG that can stand in one HTML page with others: style and clean-up.
 
-An inlined SVG shares the page's ids and style sheet, so ids get the figure's name in front, and
-prolog, metadata and style element go.
+An inlined SVG shares the page's ids and style sheet, so ids that something refers to get the
+figure's name in front and a number, and other ids, prolog, metadata and style element go.
 """
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from html import escape
 from typing import Any, Final, Self
 
@@ -108,14 +108,23 @@ def inlined(svg: str, name: str, label: str, tooltips: Mapping[str, str]) -> str
     (view_box,) = re.findall(r'viewBox="[^"]*"', head)
     body = re.sub(r"<style.*?</style>|<!--.*?-->", "", body, flags=re.DOTALL)
     body = body.replace(' target="_blank"', "")
-    ids = set(re.findall(r'\bid="([^"]+)"', body))
-
-    def renamed(match: re.Match[str]) -> str:
-        before, own = match.groups()
-        return f"{before}{name}-{own}" if own in ids else match[0]
-
-    body = re.sub(r'(\bid="|\bhref="#|url\(#)([^")]+)', renamed, body)
+    body = _renamed_ids(body, name, keep=tooltips)
     for gid, text in tooltips.items():
         group = f'<g id="{name}-{gid}">'
         body = body.replace(group, f"{group}<title>{escape(text)}</title>")
     return f'<svg role="img" aria-label="{escape(label)}" {view_box}>{body}'
+
+
+def _renamed_ids(body: str, name: str, *, keep: Collection[str]) -> str:
+    """Matplotlib's ids are not the same each time, so they are numbered; those in `keep` stay."""
+    used = dict.fromkeys(re.findall(r'(?:\bhref="#|url\(#)([^")]+)', body))
+    ids = set(re.findall(r'\bid="([^"]+)"', body))
+    numbered = {own: f"{name}-{count}" for count, own in enumerate(o for o in used if o in ids)}
+    names = numbered | {own: f"{name}-{own}" for own in keep}
+
+    def renamed(match: re.Match[str]) -> str:
+        before, own = match.groups()
+        return f"{before}{names.get(own, own)}"
+
+    body = re.sub(r'\sid="([^"]+)"', lambda match: match[0] if match[1] in names else "", body)
+    return re.sub(r'(\bid="|\bhref="#|url\(#)([^")]+)', renamed, body)

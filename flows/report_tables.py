@@ -23,12 +23,14 @@ class Table(NamedTuple):
         rows: the cells.
         anchors: of the rows, where something links to them.
         words: columns that hold text, not numbers.
+        notes: a line under each row.
     """
 
     headers: Sequence[str]
     rows: Sequence[Sequence[str]]
     anchors: Sequence[str] = ()
     words: frozenset[int] = frozenset()
+    notes: Sequence[str] = ()
 
 
 def us(seconds: float | None) -> str:
@@ -111,7 +113,7 @@ def _count(num: int, word: str) -> str:
 
 _SWITCHES = (
     "no.", "time, s", "trigger", "before -> after", "demand", "mean prompt", "mean output",
-    "theta", "k", "contention, us/token", "amortisation, us/token", "margin, us/token", "reason",
+    "theta", "k", "contention, us/token", "amortisation, us/token", "margin, us/token",
 )  # fmt: skip
 
 
@@ -132,12 +134,12 @@ def switch_table(switches: Sequence[Mapping[str, Any]]) -> Table:
             us(switch["contention"]),
             us(switch["amortisation"]),
             us(switch["margin"]),
-            switch["reason"] or "",
         )
         for count, switch in enumerate(shown, start=1)
     ]
     anchors = [f"switch-{count}" for count in range(1, len(shown) + 1)]
-    return Table(_SWITCHES, rows, anchors, frozenset({2, 3, 12}))
+    reasons = [f"Reason: {switch['reason'] or '-'}" for switch in shown]
+    return Table(_SWITCHES, rows, anchors, frozenset({2, 3}), reasons)
 
 
 # -- costs --

@@ -23,6 +23,9 @@ def open_views(store: ObjectStore) -> duckdb.DuckDBPyConnection:
     Writes nothing, and may be called while a run goes on. The caller closes it.
     """
     con = duckdb.connect()
+    # Arrow relations do not say how many rows they have. The planner would take steps for few, and
+    # join them with their costs in a loop: minutes for a million steps, not a fraction of a second.
+    con.execute("SET asof_loop_join_threshold = 0")
     results = pa.schema(computed_fields(ResultColumns()))
     con.register("results", _files_of(store, RESULTS, results))
     for table, schema in TABLES.items():

@@ -306,7 +306,8 @@ def test_a_long_job_has_a_short_page(tmp_path: Path) -> None:
     duckdb.sql(f"COPY (SELECT {values} FROM range(200000)) TO '{place}'")
     looks = [look(n, n / 20, contention=1e-5 * (n % 9)) for n in range(4000)]
     write_table(output, "crossover", "run-1", [*looks, switch(4001, 199.9, "a", "b", "late")])
-    write_table(output, "costs", "run-1", [prices(0, 0.0, "calibration")])
+    fits = [prices(100 * n, n / 10, "online") for n in range(2000)]
+    write_table(output, "costs", "run-1", fits)
     html = render_report(str(output))
     assert len(html) < 1_500_000
     assert "200.0 s" in html or "3 min 20 s" in html
@@ -363,16 +364,17 @@ def test_mistakes_are_one_line(
 def test_a_figure_keeps_its_ids_to_itself() -> None:
     svg: Any = inlined(
         '<?xml version="1.0"?><!DOCTYPE svg PUBLIC "x" "http://x"><svg xmlns="http://x" '
-        'width="9pt" viewBox="0 0 9 9"><style>*{}</style><g id="a"><use xlink:href="#a"/>'
-        '<path clip-path="url(#a)"/><a xlink:href="#switch-1" target="_blank"/></g></svg>',
+        'width="9pt" viewBox="0 0 9 9"><style>*{}</style><g id="a"><g id="b"><use '
+        'xlink:href="#p9f"/></g><path id="p9f"/><path clip-path="url(#p9f)"/>'
+        '<a xlink:href="#switch-1" target="_blank"/></g></svg>',
         "fig",
         '"label"',
         {"a": "<b>"},
     )
     assert svg == (
         '<svg role="img" aria-label="&quot;label&quot;" viewBox="0 0 9 9"><g id="fig-a">'
-        '<title>&lt;b&gt;</title><use xlink:href="#fig-a"/><path clip-path="url(#fig-a)"/>'
-        '<a xlink:href="#switch-1"/></g></svg>'
+        '<title>&lt;b&gt;</title><g><use xlink:href="#fig-0"/></g><path id="fig-0"/>'
+        '<path clip-path="url(#fig-0)"/><a xlink:href="#switch-1"/></g></svg>'
     )
 
 
