@@ -21,7 +21,7 @@ from flows.queues import Outbox, RowRef
 from storage.results import ResultRow
 from storage.shards import Shard
 from storage.writer import ShardSummary, ShardWriter
-from workers.request import Result, StepRecord
+from workers.request import EventRecord, Result, StepRecord
 
 
 class Answered(NamedTuple):
@@ -34,7 +34,7 @@ class Answered(NamedTuple):
 MAX_BUFFERED_ROWS = 2000
 """Rows of a shard that wait in memory for a checkpoint, however fast they come."""
 
-Item = Answered | Settled | StepRecord
+Item = Answered | Settled | StepRecord | EventRecord
 """What travels to the collector."""
 
 
@@ -122,6 +122,8 @@ class Collector:
             if isinstance(item, StepRecord):
                 self._journal.add_step(item)
                 self._progress.add_step(item)
+            elif isinstance(item, EventRecord):
+                self._journal.add_event(item)
             else:
                 rows.append(item)
         if rows:

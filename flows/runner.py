@@ -33,11 +33,13 @@ from flows.spec import JobSpec
 from flows.summary import JobSummary
 from flows.threads import ThreadGroup
 from flows.watchdog import Watchdog, WatchedBackend
+from schedulers.cost import StepSample
 from storage.allocator import use_system_allocator
 from storage.errors import StorageError
 from storage.ledger import ShardSummary
 from storage.rows import Row, RowReader
 from storage.shards import Shard
+from workers.backends.base import ModelInfo
 from workers.engine import Engine
 from workers.errors import BackendError
 from workers.setup import EngineOptions, device_memory_bytes, make_engine
@@ -131,8 +133,10 @@ class JobRunner:
             backend,
             self._engine_options(backend.info.device),
             clock=self._clock,
+            calibration=self._calibration(backend.info),
             find_stop=tokenizer.find_stop,
             on_step=lambda step: self._outbox.put([step]),
+            on_event=lambda event: self._outbox.put([event]),
         )
         self._collector = Collector(
             outbox=self._outbox,
@@ -173,12 +177,25 @@ class JobRunner:
         engine = self.spec.engine
         return EngineOptions(
             policy=engine.policy,
+            overflow_probability=engine.overflow_probability,
+            sizing=engine.sizing,
             memory_bytes=engine.memory_bytes(device_memory_bytes(device)),
             max_batch_tokens=engine.max_batch_tokens,
             max_seqs=engine.max_seqs,
             deterministic=engine.deterministic,
             row_timeout_s=self.spec.row_timeout_s,
         )
+
+    def _calibration(self, info: ModelInfo) -> tuple[StepSample, ...]:
+        """Steps of `flows calibrate`, when it has been run here with this model."""
+        from flows.calibration import hardware_of, load_calibration
+
+        found = load_calibration(
+            hardware=hardware_of(info.device),
+            model_fingerprint=self.model.fingerprint,
+            dtype=info.dtype,
+        )
+        return () if found is None else found.prior_samples
 
     # -- the threads' bodies --
 

@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 Task = Literal["generate"]
 OnTooLong = Literal["error", "truncate_left", "truncate_right", "fail"]
-PolicyName = Literal["exclusive", "mixed"]
+PolicyName = Literal["hybrid", "exclusive", "mixed"]
+SizingName = Literal["moments", "paper", "paper_sigma"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
 
@@ -127,7 +128,10 @@ class EngineSpec(_Spec):
     """How the work is done. Only `dtype` and `deterministic` may change results."""
 
     policy: PolicyName = _field(
-        "exclusive", 0, "Policy", "Which yielded work is merged into the next step."
+        "hybrid",
+        0,
+        "Policy",
+        "Prefill and decode apart (exclusive), together (mixed), or whichever is cheaper (hybrid).",
     )
     dtype: Dtype = _field("auto", 1, "Data type", "Of weights and KV memory; auto: by hardware.")
     device: Device = _field("auto", 2, "Device", "Where the model runs.")
@@ -143,6 +147,15 @@ class EngineSpec(_Spec):
     deterministic: bool = _field(
         False, 6, "Deterministic",
         "A row's result does not depend on what else is in its batch; slower.",
+    )  # fmt: skip
+    overflow_probability: float = _field(
+        0.01, 7, "Overflow probability",
+        "Bound on the chance that the sequences in flight outgrow KV memory; they wait then.",
+        gt=0.0, lt=1.0,
+    )  # fmt: skip
+    sizing: SizingName = _field(
+        "moments", 8, "Sizing",
+        "How many sequences memory is safe for: by measured moments, or a form of the paper's.",
     )  # fmt: skip
 
     @field_validator("memory")

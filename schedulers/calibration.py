@@ -84,6 +84,12 @@ class Calibration:
         """Names what it is valid for; see `calibration_key`."""
         return calibration_key(self.hardware, self.model_fingerprint, self.dtype)
 
+    @property
+    def prior_samples(self) -> tuple[StepSample, ...]:
+        """What a job's own fit starts from: each steady step once, and all switched ones."""
+        switched = (sample for sample in self.samples if sample.switched)
+        return (*steady_medians(self.samples), *switched)
+
     def to_json(self) -> dict[str, Any]:
         """A dictionary that `json.dumps` takes and `from_json` reads."""
         plain = {item.name: getattr(self, item.name) for item in fields(self)}

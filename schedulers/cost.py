@@ -17,8 +17,8 @@ fixed cost already, and so counted it twice.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -159,73 +159,169 @@ def non_negative_fit(x: np.ndarray, y: np.ndarray, *, free: tuple[int, ...] = ()
         kept.remove(min(negative, key=lambda index: fitted[index] * scale[index]))
 
 
-class CostFit:
-    """Fits a `StepCost` to the latest steps of each kind.
+KINDS: tuple[StepKind, ...] = ("prefill", "decode", "mixed")
+CALIBRATED_WEIGHT = 0.3
+"""Of a stored sample beside one of this job's own."""
+ASSUMED_WEIGHT = 0.01
+"""Of an assumed sample: it decides only where nothing was measured."""
 
-    Steps that took far longer than their kind's median relative error are the machine's, not the
-    model's (another process, a page fault): the fit is repeated once without residuals above 3
-    median absolute deviations.
+
+class _Weighted(NamedTuple):
+    sample: StepSample
+    weight: float
+
+
+class CostFit:
+    """Fits a `StepCost` to a job's steps, upon what a calibration measured before.
+
+    Steps are kept by size class (kind, and powers of two of their prefill, decode and context
+    tokens), the latest few of each, so that a long stretch of equal steps does not wash out the
+    only ones that tell the fixed cost from the marginal one. Residuals are relative: noise grows
+    with the step. Steps that took far longer than the fit says are the machine's, not the model's
+    (another process, a page fault): the fit is repeated once without residuals above 3 median
+    absolute deviations.
+
+    A calibration's samples count less than the job's own, and are first scaled by how much slower
+    or faster the job's steps are than the calibration says. Where neither has seen mixed steps,
+    mixing is taken to cost what its parts cost apart, so that nothing is claimed that was not seen.
 
     Args:
-        prior: used for what has not been seen often enough.
-        window: steps kept per kind.
-        min_samples: steps of a kind before its own fit counts.
+        calibration: measured earlier on this hardware and model; may be empty.
+        per_class: steps kept of each size class.
+        min_samples: of a kind, before its fit counts.
     """
 
     def __init__(
-        self, prior: StepCost | None = None, *, window: int = 400, min_samples: int = 24
+        self,
+        calibration: Iterable[StepSample] = (),
+        *,
+        per_class: int = 16,
+        min_samples: int = 4,
     ) -> None:
-        self._prior = prior
-        self._samples: dict[StepKind, deque[StepSample]] = {
-            "prefill": deque(maxlen=window),
-            "decode": deque(maxlen=window),
-            "mixed": deque(maxlen=window),
-        }
+        self._per_class = per_class
         self._min_samples = min_samples
+        self._calibration = tuple(calibration)
+        self._prior = _fit_all([_Weighted(s, 1.0) for s in self._calibration], min_samples)
+        self._classes: dict[tuple[int, ...], deque[StepSample]] = {}
+        self._drift: deque[float] = deque(maxlen=200)
+        self._num: dict[StepKind, int] = dict.fromkeys(KINDS, 0)
+
+    @property
+    def has_calibration(self) -> bool:
+        return self._prior is not None
+
+    @property
+    def calibrated(self) -> StepCost | None:
+        """What the calibration alone says."""
+        return self._prior
 
     def add(self, samples: Iterable[StepSample]) -> None:
         """Take in measured steps."""
         for sample in samples:
-            if sample.num_prefill_tokens or sample.num_decode_tokens:
-                self._samples[sample.kind].append(sample)
+            if not (sample.num_prefill_tokens or sample.num_decode_tokens):
+                continue
+            key = (
+                int(sample.switched),
+                sample.num_prefill_tokens.bit_length(),
+                sample.num_decode_tokens.bit_length(),
+                sample.num_context_tokens.bit_length(),
+            )
+            kept = self._classes.setdefault(key, deque(maxlen=self._per_class))
+            kept.append(sample)
+            self._num[sample.kind] += 1
+            if self._prior is not None:
+                self._drift.append(sample.elapsed_s / max(1e-9, self._prior.step_s(*sample[:3])))
 
     def num_samples(self, kind: StepKind) -> int:
-        return len(self._samples[kind])
+        """Steps of a kind that this job has measured."""
+        return self._num[kind]
+
+    def spans(self, kind: StepKind) -> bool:
+        """Whether the job's own steps of a kind differ enough in size to tell fixed from marginal
+        cost: a factor of 3.
+        """
+        sizes = [s.num_prefill_tokens + s.num_decode_tokens for s in self._own() if s.kind == kind]
+        return bool(sizes) and max(sizes) >= 3 * min(sizes)
 
     def cost(self) -> StepCost | None:
-        """The cost at hand; None while prefill or decode steps are too few and there is no prior.
-
-        Without mixed steps of its own, mixing is taken to cost what its parts cost apart: the fixed
-        cost of a decode step and each token's own marginal cost, so that nothing is claimed that
-        was not seen.
+        """The cost at hand; None while prefill or decode steps are too few, here and in the
+        calibration.
         """
-        fitted: dict[str, float] = {}
-        for kind in ("prefill", "decode", "mixed"):
-            fitted.update(self._fit(kind))
-        if self._prior is not None:
-            return StepCost(**{**asdict(self._prior), **fitted})
-        if "alpha_p" not in fitted or "alpha_d" not in fitted:
-            return None
-        apart = {
-            "alpha_mb": fitted["alpha_d"],
-            "mix_a": fitted["beta_p"],
-            "mix_b": fitted["beta_d"] - fitted["beta_p"],
-        }
-        return StepCost(**{**apart, **fitted})
+        drift = float(np.median(self._drift)) if self._drift else 1.0
+        samples = [_Weighted(sample, 1.0) for sample in self._own()]
+        for sample in self._calibration:
+            scaled = sample._replace(elapsed_s=sample.elapsed_s * drift)
+            samples.append(_Weighted(scaled, CALIBRATED_WEIGHT))
+        return _fit_all(samples, self._min_samples)
 
-    def _fit(self, kind: StepKind) -> dict[str, float]:
-        samples = list(self._samples[kind])
-        if len(samples) < self._min_samples:
-            return {}
-        x = _columns(kind, samples)
-        y = np.array([sample.elapsed_s for sample in samples])
-        if kind == "mixed":
-            gamma = self._fit("decode").get("gamma", self._prior.gamma if self._prior else 0.0)
-            y = y - gamma * np.array([sample.num_context_tokens for sample in samples])
-            values = _robust(x, y, free=(2, 3))
-            return dict(zip(("alpha_mb", "mix_a", "mix_b", "mix_c"), values, strict=True))
-        names = ("alpha_p", "beta_p") if kind == "prefill" else ("alpha_d", "beta_d", "gamma")
-        return dict(zip(names, _robust(x, y), strict=True))
+    def _own(self) -> Iterable[StepSample]:
+        return (sample for kept in self._classes.values() for sample in kept)
+
+
+def _fit_all(samples: Sequence[_Weighted], min_samples: int) -> StepCost | None:
+    """All kinds, each upon the ones before it."""
+    by_kind = {kind: [item for item in samples if item.sample.kind == kind] for kind in KINDS}
+    if min(len(by_kind["prefill"]), len(by_kind["decode"])) < min_samples:
+        return None
+    alpha_p, beta_p = _fit("prefill", by_kind["prefill"])
+    assumed = [_Weighted(StepSample(0, n, 0, alpha_p + beta_p * n), ASSUMED_WEIGHT) for n in (1, 8)]
+    alpha_d, beta_d, gamma = _fit("decode", by_kind["decode"] + assumed)
+    apart = StepCost(
+        alpha_p=alpha_p,
+        beta_p=beta_p,
+        alpha_d=alpha_d,
+        beta_d=beta_d,
+        gamma=gamma,
+        alpha_mb=alpha_d,
+        mix_a=beta_p,
+        mix_b=beta_d - beta_p,
+    )
+    mixed = by_kind["mixed"] + _assumed_mixed(by_kind["mixed"], apart)
+    alpha_mb, mix_a, mix_b, mix_c = _fit("mixed", mixed, gamma=gamma)
+    cost = replace(apart, alpha_mb=alpha_mb, mix_a=mix_a, mix_b=mix_b, mix_c=mix_c)
+    return replace(cost, alpha_switch=_switch_cost(samples, cost))
+
+
+def _assumed_mixed(measured: Sequence[_Weighted], apart: StepCost) -> list[_Weighted]:
+    """Mixed steps at what their parts cost apart, over the range that policies compare."""
+    largest = max((i.sample.num_prefill_tokens + i.sample.num_decode_tokens for i in measured),
+                  default=1024)  # fmt: skip
+    return [
+        _Weighted(StepSample(p, d, 0, apart.step_s(p, d)), ASSUMED_WEIGHT)
+        for tokens in (largest, max(8, largest // 8))
+        for d in (max(1, tokens // 10), tokens // 2, tokens * 9 // 10)
+        if (p := tokens - d) > 0
+    ]
+
+
+def _switch_cost(samples: Sequence[_Weighted], cost: StepCost) -> float:
+    """What the first step after a change of kind costs beside its size, prefill and decode
+    together: the median of their excess over the fit, at least 0.
+    """
+    excess_s = 0.0
+    for kind in ("prefill", "decode"):
+        switched = [s for s, _ in samples if s.kind == kind and s.switched]
+        steady = [s for s, _ in samples if s.kind == kind and not s.switched]
+        if len(switched) >= 8 and len(steady) >= 8:
+            excess_s += _median_excess(switched, cost) - _median_excess(steady, cost)
+    return max(0.0, excess_s)
+
+
+def _median_excess(samples: Iterable[StepSample], cost: StepCost) -> float:
+    return float(np.median([s.elapsed_s - cost.step_s(*s[:3]) for s in samples]))
+
+
+def _fit(kind: StepKind, items: Sequence[_Weighted], *, gamma: float = 0.0) -> list[float]:
+    """Coefficients of a kind by weighted least squares of relative residuals."""
+    samples = [item.sample for item in items]
+    x = _columns(kind, samples)
+    y = np.array([sample.elapsed_s for sample in samples])
+    scale = np.sqrt([item.weight for item in items]) / np.maximum(y, 1e-9)
+    free: tuple[int, ...] = ()
+    if kind == "mixed":
+        y = y - gamma * np.array([sample.num_context_tokens for sample in samples])
+        free = (2, 3)
+    return _robust(x * scale[:, None], y * scale, free=free)
 
 
 def _robust(x: np.ndarray, y: np.ndarray, *, free: tuple[int, ...] = ()) -> list[float]:
@@ -233,6 +329,6 @@ def _robust(x: np.ndarray, y: np.ndarray, *, free: tuple[int, ...] = ()) -> list
     residual = np.abs(y - x @ fitted)
     limit = 3 * 1.4826 * np.median(residual)
     good = residual <= limit
-    if limit > 0 and good.sum() > x.shape[1] + 2:
+    if limit > 1e-6 and good.sum() > x.shape[1] + 2:
         fitted = non_negative_fit(x[good], y[good], free=free)
     return [float(value) for value in fitted]

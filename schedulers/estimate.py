@@ -1,43 +1,64 @@
-"""What a policy has learned of its workload and its machine, and the threshold that follows.
+"""What a policy has learned of its workload and its machine, and what follows from it.
 
-Owned by one policy (a hybrid shares one between its two). Fed with every outcome; thresholds are
-recomputed only every so many completions, so that the hot path is counters and deques.
-Source: `exclusive_batching.md` A3 and A7.
+Owned by one policy (a hybrid shares one between its two). Fed with every outcome; lengths, costs
+and thresholds are computed anew only every so many completions, so that the hot path is counters
+and deques. What was computed is told as events, once.
+Source: `exclusive_batching.md` A3, A5 and A7.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Iterable
+from dataclasses import asdict
+from statistics import fmean
 from typing import NamedTuple
 
-from schedulers.cost import CostFit, StepCost, StepSample
+from schedulers.cost import CostFit, StepCost, StepKind, StepSample
 from schedulers.crossover import (
-    exact_refill_size,
+    Crossover,
+    Lengths,
+    RequestCost,
+    crossover,
+    crossover_holders,
     hazard_correction,
     optimal_threshold,
+    refill_size,
     switch_cost,
 )
-from schedulers.lengths import Hazard, fit_hazard
-from schedulers.memory import BatchSizer
-from schedulers.view import Budget, Finished, Outcome, View
+from schedulers.events import CostModel, MemorySizing, PolicyEvent
+from schedulers.lengths import Hazard, LengthWindow, fit_hazard, phase_slope
+from schedulers.memory import BatchSizer, Geometric, Sizing, SizingForm, resident_moments
+from schedulers.view import Budget, Outcome, View
 
 
 class Workload(NamedTuple):
     """Lengths at hand: of the last finished sequences, or assumed before there are enough.
 
     Attributes:
+        hazard: fitted to the outputs of finished sequences.
+        mean_output_tokens: by flow (see `LengthWindow`).
+        context_tokens: positions that a decode token reads on average.
+        phase_slope: how the hazard of the holders rises in a decode phase, per token.
         num_samples: finished sequences behind it; 0: assumed.
     """
 
     hazard: Hazard
     mean_prompt_tokens: float
     mean_output_tokens: float
+    context_tokens: float
+    phase_slope: float
     num_samples: int
 
     @property
-    def mean_context_tokens(self) -> float:
-        """Positions that a decode token reads on average."""
-        return self.mean_prompt_tokens + self.mean_output_tokens / 2
+    def lengths(self) -> Lengths:
+        return Lengths(self.mean_prompt_tokens, self.mean_output_tokens, self.context_tokens)
+
+    @property
+    def phase_hazard(self) -> float:
+        """Chance that a holder ends at its next token: holders have all ages, so whatever the law
+        of outputs it is 1 / mu_O.
+        """
+        return min(1.0, 1.0 / max(1.0, self.mean_output_tokens))
 
 
 class Threshold(NamedTuple):
@@ -46,24 +67,34 @@ class Threshold(NamedTuple):
     Attributes:
         theta0: of Prop. 1.
         correction: of Thm. 2, for a rising hazard.
-        refill: k*, at least 1: the exact finite-N rule, moved by the correction.
+        refill: k*, at least 1: the finite-N rule, moved by the correction.
         holders: N that it is for.
-        switch_ratio: fixed cost of a phase switch in fixed costs of a decode step.
+        switch_s: fixed cost of a phase switch.
     """
 
     theta0: float
     correction: float
     refill: int
     holders: int
-    switch_ratio: float
+    switch_s: float
 
     @property
     def theta(self) -> float:
         return self.refill / self.holders
 
 
-UNIT_COST = StepCost(alpha_p=1.0, beta_p=0.0, alpha_d=1.0, beta_d=0.0, alpha_mb=1.0, mix_a=0.0)
-"""Before steps are measured: a prefill step has the fixed cost of a decode step."""
+MAX_CORRECTION = 0.5
+"""Most that a rising hazard moves theta, in theta_0: beyond it, larger corrections only lost."""
+
+UNIT_COST = StepCost(
+    alpha_p=1.0, beta_p=1 / 128, alpha_d=1.0, beta_d=1 / 128, alpha_mb=1.0, mix_a=1 / 128
+)
+"""Before steps are measured: a prefill step has the fixed cost of a decode step, and 128 tokens
+double it."""
+
+
+UNKNOWN_CROSSOVER = Crossover(0.0, 0.0, RequestCost(0.0, 0.0), RequestCost(0.0, 0.0))
+"""Before costs are known."""
 
 
 class Estimator:
@@ -71,69 +102,165 @@ class Estimator:
 
     Args:
         overflow_probability: bound on the chance that N holders outgrow KV memory.
-        prior_cost: of a calibration, until enough steps were measured.
-        cold_mean_output_tokens: assumed before any length is known.
+        sizing: the form of the memory-safe N.
+        calibration: steps measured earlier on this hardware and model.
+        theta_floor: least share of the holders that a refill waits for; 0 but to repeat the paper's
+            own runs, which needed 0.7.
+        cold_mean_output_tokens: most that is assumed before any length is known.
         window: finished sequences that count.
         min_samples: of them, before they count.
-        update_every: completions between updates of the threshold.
+        update_every: completions between updates.
     """
 
     def __init__(
         self,
         *,
         overflow_probability: float = 0.01,
-        prior_cost: StepCost | None = None,
+        sizing: SizingForm = "moments",
+        calibration: Iterable[StepSample] = (),
+        theta_floor: float = 0.0,
         cold_mean_output_tokens: float = 128.0,
         window: int = 500,
         min_samples: int = 30,
         update_every: int = 100,
     ) -> None:
-        self.sizer = BatchSizer(overflow_probability=overflow_probability, min_samples=min_samples)
-        self.costs = CostFit(prior_cost)
+        self.lengths = LengthWindow(size=window)
+        self.sizer = BatchSizer(
+            self.lengths,
+            overflow_probability=overflow_probability,
+            form=sizing,
+            min_samples=min_samples,
+        )
+        self.costs = CostFit(calibration)
+        self._theta_floor = theta_floor
         self._cold_mean_output_tokens = cold_mean_output_tokens
         self._min_samples = min_samples
         self._update_every = update_every
-        self._lengths: deque[Finished] = deque(maxlen=window)
-        self._num_since_update = 0
+        self._updated_at = 0
+        self._last_kind: StepKind | None = None
+        self._cold: tuple[float, float] | None = None
         self._workload: Workload | None = None
-        self._threshold: Threshold | None = None
+        self._cost = self.costs.calibrated
+        self._thresholds: dict[tuple[int, int], Threshold] = {}
+        self._sizing: tuple[Sizing, int] | None = None
+        self._num_steps = 0
+        self._num_overflows = 0
+        self._events: list[PolicyEvent] = []
+        if self._cost is not None:
+            self._tell_cost("calibration")
+
+    # -- what happens --
 
     def observe(self, outcome: Outcome) -> None:
         """Learn from a step."""
-        self.costs.add((StepSample.of(outcome),))
-        if outcome.finished:
-            self.sizer.add(outcome.finished)
-            self._lengths.extend(outcome.finished)
-            self._num_since_update += len(outcome.finished)
+        sample = StepSample.of(outcome)
+        switched = self._last_kind is not None and sample.kind != self._last_kind
+        self._last_kind = sample.kind
+        self.costs.add((sample._replace(switched=switched),))
+        self._num_steps += 1
+        self._num_overflows += outcome.num_suspended > 0
+        self.lengths.add(outcome.finished, outcome.num_decode_tokens)
+
+    def look(self, view: View) -> None:
+        """Take note of what is at hand, for as long as nothing has finished."""
+        if self._cold is None and view.waiting:
+            prompt = fmean(seq.num_prompt_tokens for seq in view.waiting)
+            allowed = fmean(seq.max_total_tokens - seq.num_prompt_tokens for seq in view.waiting)
+            self._cold = prompt, max(1.0, min(self._cold_mean_output_tokens, allowed))
+            self._workload = None
+
+    def take_events(self) -> tuple[PolicyEvent, ...]:
+        """What was computed since the last call."""
+        events, self._events = tuple(self._events), []
+        return events
+
+    def tell(self, event: PolicyEvent) -> None:
+        """Add a policy's own event."""
+        self._events.append(event)
+
+    # -- lengths and costs --
+
+    @property
+    def is_due(self) -> bool:
+        """True when enough sequences have finished since the last update."""
+        known = self._workload is not None and self._workload.num_samples > 0
+        wait = self._update_every if known else self._min_samples
+        return self.lengths.num_added - self._updated_at >= wait
 
     @property
     def workload(self) -> Workload:
         """The lengths as of the last update."""
-        if self._workload is None or self._is_due:
-            self._update()
+        if self._workload is None or self.is_due:
+            self.update()
         assert self._workload is not None
         return self._workload
 
     @property
-    def _is_due(self) -> bool:
-        known = self._workload is not None and self._workload.num_samples > 0
-        wait = self._update_every if known else self._min_samples
-        return self._num_since_update >= wait
+    def cost(self) -> StepCost | None:
+        """The costs as of the last update; None while prefill or decode were not measured."""
+        if self._cost is None:
+            self._refit()
+        return self._cost
 
-    def _update(self) -> None:
-        self._threshold = None
-        self._num_since_update = 0
-        num = len(self._lengths)
-        if num < self._min_samples:
-            mean = self._cold_mean_output_tokens
-            self._workload = Workload(Hazard(1.0 / mean, 0.0), mean, mean, 0)
-            return
-        self._workload = Workload(
-            hazard=fit_hazard(item.num_output_tokens for item in self._lengths),
-            mean_prompt_tokens=sum(item.num_prompt_tokens for item in self._lengths) / num,
-            mean_output_tokens=sum(item.num_output_tokens for item in self._lengths) / num,
-            num_samples=num,
+    @property
+    def cost_or_unit(self) -> StepCost:
+        """The costs at hand, else `UNIT_COST`."""
+        return self.cost or UNIT_COST
+
+    def update(self) -> None:
+        """Compute lengths, costs and thresholds anew."""
+        self._updated_at = self.lengths.num_added
+        self._workload = self._measured_workload() or self._assumed_workload()
+        self._refit()
+
+    def _refit(self) -> None:
+        self._thresholds.clear()
+        cost = self.costs.cost()
+        if cost is not None and cost != self._cost:
+            self._cost = cost
+            self._tell_cost("online" if self._num_steps else "calibration")
+
+    def _tell_cost(self, source: str) -> None:
+        assert self._cost is not None
+        self.tell(
+            CostModel(
+                source="calibration" if source == "calibration" else "online",
+                num_prefill=self.costs.num_samples("prefill"),
+                num_decode=self.costs.num_samples("decode"),
+                num_mixed=self.costs.num_samples("mixed"),
+                interference_threshold=self._cost.interference_threshold(),
+                **asdict(self._cost),
+            )
         )
+
+    def _measured_workload(self) -> Workload | None:
+        items = self.lengths.items
+        if len(items) < self._min_samples:
+            return None
+        outputs = [max(1, item.num_output_tokens) for item in items]
+        hazard = fit_hazard(outputs)
+        return Workload(
+            hazard=hazard,
+            mean_prompt_tokens=fmean(item.num_prompt_tokens for item in items),
+            mean_output_tokens=self.lengths.flow_mean_output_tokens,
+            context_tokens=resident_moments(items, 0).mean_tokens,
+            phase_slope=phase_slope(hazard, outputs),
+            num_samples=len(items),
+        )
+
+    def _assumed_workload(self) -> Workload:
+        default = self._cold_mean_output_tokens
+        prompt, output = self._cold or (default, default)
+        return Workload(
+            Hazard(1.0 / output, 0.0),
+            prompt,
+            output,
+            prompt + output,
+            phase_slope=0.0,
+            num_samples=0,
+        )
+
+    # -- what follows --
 
     def max_holders(self, view: View, budget: Budget) -> int:
         """Memory-safe N under the budget; full reservation needs no estimate."""
@@ -141,29 +268,90 @@ class Estimator:
             return budget.max_seqs
         ends = (seq.max_total_tokens for group in (view.running, view.waiting) for seq in group)
         capacity_tokens = view.num_blocks * view.block_size
-        safe = self.sizer.max_holders(capacity_tokens, ends, view.block_size)
-        return min(budget.max_seqs, safe)
+        sizing = self.sizer.size(capacity_tokens, ends, view.block_size, self._geometric)
+        holders = min(budget.max_seqs, sizing.holders)
+        if self._is_news(sizing, holders):
+            self._sizing = sizing, holders
+            self.tell(self._sizing_event(sizing, holders, capacity_tokens))
+        return holders
+
+    def _geometric(self) -> Geometric:
+        workload = self.workload
+        cost = self.cost_or_unit
+        theta = optimal_threshold(workload.phase_hazard, cost.alpha_p / max(cost.alpha_d, 1e-9))
+        return Geometric(theta, workload.phase_hazard, workload.mean_prompt_tokens)
+
+    def _is_news(self, sizing: Sizing, holders: int) -> bool:
+        """The first, another form, or an N that differs by more than 2 %."""
+        if self._sizing is None:
+            return True
+        known, known_holders = self._sizing
+        if sizing.form != known.form:
+            return True
+        return sizing.form != "longest" and abs(holders - known_holders) > 0.02 * known_holders
+
+    def _sizing_event(self, sizing: Sizing, holders: int, capacity_tokens: int) -> MemorySizing:
+        mean, std, _ = sizing.moments
+        cut = "" if holders == sizing.holders else f", cut from {sizing.holders}"
+        return MemorySizing(
+            form=sizing.form,
+            capacity_tokens=capacity_tokens,
+            overflow_probability=self.sizer.overflow_probability,
+            num_samples=sizing.num_samples,
+            mean_tokens=mean,
+            std_tokens=std,
+            holders=holders,
+            uncut_holders=sizing.holders,
+            holders_paper=sizing.paper,
+            holders_paper_sigma=sizing.paper_sigma,
+            num_steps=self._num_steps,
+            num_overflows=self._num_overflows,
+            reason=f"N={holders}{cut}: {mean:.0f} +- {std:.0f} tokens a holder",
+        )
 
     def threshold(self, holders: int, max_batch_tokens: int) -> Threshold:
         """k* for N holders, as of the last update."""
         workload = self.workload
-        known = self._threshold
-        if known is None or known.holders != holders:
-            known = self._threshold = self._make_threshold(workload, holders, max_batch_tokens)
+        key = holders, max_batch_tokens
+        known = self._thresholds.get(key)
+        if known is None:
+            known = self._make_threshold(workload, holders, max_batch_tokens)
+            self._thresholds[key] = known
         return known
 
     def _make_threshold(self, workload: Workload, holders: int, max_batch_tokens: int) -> Threshold:
-        cost = self.costs.cost() or UNIT_COST
-        hazard = workload.hazard
-        # A hazard that starts near zero would say "never": no lower than the mean's.
-        p0 = max(hazard.p0, 1.0 / max(1.0, workload.mean_output_tokens))
+        cost = self.cost_or_unit
+        p0 = workload.phase_hazard
         alpha_d = max(cost.alpha_d, 1e-9)
-        beta_d = cost.decode_marginal_s(workload.mean_context_tokens)
+        beta_d = cost.decode_marginal_s(workload.lengths.context_tokens)
         guess = optimal_threshold(p0, cost.alpha_p / alpha_d)
         refill_tokens = guess * holders * workload.mean_prompt_tokens
         switch_s = switch_cost(cost, refill_tokens, max_batch_tokens)
         theta0 = optimal_threshold(p0, switch_s / alpha_d)
-        correction = hazard_correction(theta0, p0, hazard.eta, beta_d * holders / alpha_d)
-        exact = exact_refill_size(holders, p0, alpha_p=switch_s, alpha_d=alpha_d, beta_d=beta_d)
-        refill = min(holders, max(1, exact + round(correction * holders)))
-        return Threshold(theta0, correction, refill, holders, switch_s / alpha_d)
+        shift = hazard_correction(theta0, p0, workload.phase_slope, beta_d * holders / alpha_d)
+        correction = min(shift, MAX_CORRECTION * theta0)
+        best = refill_size(holders, p0, switch_s=switch_s, alpha_d=alpha_d, beta_d=beta_d)
+        refill = max(1, best + round(correction * holders), round(self._theta_floor * holders))
+        return Threshold(theta0, correction, min(holders, refill), holders, switch_s)
+
+    def compare(self, holders: int, max_batch_tokens: int) -> Crossover | None:
+        """Exclusive against mixed batching at N holders; None while costs are unknown."""
+        cost, workload = self.cost, self.workload
+        if cost is None:
+            return None
+        return crossover(
+            cost,
+            workload.lengths,
+            holders=holders,
+            refill=self.threshold(holders, max_batch_tokens).refill,
+            max_batch_tokens=max_batch_tokens,
+        )
+
+    def crossover_holders(self, most: int, max_batch_tokens: int) -> int | None:
+        """N_cross at the lengths and costs at hand, searched for up to `most`."""
+
+        def margin(holders: int) -> float:
+            found = self.compare(holders, max_batch_tokens)
+            return -1.0 if found is None else found.margin
+
+        return crossover_holders(margin, most=most)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from schedulers.blocks import blocks_for
+from schedulers.events import Mode, PolicyEvent
 from schedulers.view import Budget, Phase, Plan, Scheduled, SeqId, SequenceView, View
 
 
@@ -127,7 +128,9 @@ class PlanBuilder:
         # Shared blocks come back only with their last holder: this counts too few, never too many.
         self.num_blocks_left += self._view.private_blocks(seq)
 
-    def build(self, reason: str) -> Plan:
+    def build(
+        self, reason: str, *, mode: Mode | None = None, events: tuple[PolicyEvent, ...] = ()
+    ) -> Plan:
         """The plan of all moves so far."""
         return Plan(
             phase=self._phase(),
@@ -135,6 +138,8 @@ class PlanBuilder:
             admitted=tuple(self._admitted),
             suspended=tuple(self._suspended),
             reason=reason,
+            mode=mode,
+            events=events,
         )
 
     def _phase(self) -> Phase:

@@ -1,4 +1,4 @@
-"""What is known of output lengths: hazard of ending, and means, over a sliding window.
+"""What is known of lengths: a sliding window of finished ones, and the hazard of ending.
 
 Source: `exclusive_batching.md` A7. The hazard at t is the share of the sequences that reach t
 tokens and end there; a line p0 + eta t is fitted to it by least squares, weighted with the
@@ -7,9 +7,12 @@ survivors.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from statistics import fmean
 from typing import NamedTuple
+
+from schedulers.view import Finished
 
 
 class Hazard(NamedTuple):
@@ -62,3 +65,60 @@ def _weighted_line(points: list[tuple[int, float, int]]) -> tuple[float, float]:
     spread = sum(w * (t - mean_t) ** 2 for t, _, w in points)
     slope = sum(w * (t - mean_t) * (h - mean_h) for t, h, w in points) / spread if spread else 0.0
     return mean_h - slope * mean_t, slope
+
+
+def phase_slope(hazard: Hazard, output_tokens: Sequence[int]) -> float:
+    """How the chance of ending rises with the time in a decode phase, per token.
+
+    Thm. 2 counts a sequence's age from the start of the phase. Holders have all ages, so what rises
+    is their mean hazard: by eta a step as they age, less the variance of the hazard between them,
+    as the likeliest to end leave first. With narrow outputs the two cancel.
+    """
+    mean = fmean(output_tokens)
+    first, second = (
+        fmean(out ** (power + 1) for out in output_tokens) / ((power + 1) * mean)
+        for power in (1, 2)
+    )
+    return max(0.0, hazard.eta - hazard.eta**2 * max(0.0, second - first**2))
+
+
+class LengthWindow:
+    """The lengths of the last finished sequences.
+
+    A window of finished sequences is biased while lengths change: after a start or a shift, the
+    short ones finish first. So the mean output is also measured as a flow, decode tokens generated
+    over sequences ended: by renewal theory the same in a steady state, and right during a start,
+    as what runs on counts too.
+
+    Args:
+        size: sequences kept.
+    The flow is taken over the newer half of the window.
+    """
+
+    def __init__(self, *, size: int = 500) -> None:
+        self._items: deque[Finished] = deque(maxlen=size)
+        self._generated: deque[int] = deque([0], maxlen=size // 2 + 1)
+        self._num_generated = 0
+        self.num_added = 0
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @property
+    def items(self) -> Sequence[Finished]:
+        """Oldest first. A live view."""
+        return self._items
+
+    def add(self, finished: Iterable[Finished], num_decode_tokens: int = 0) -> None:
+        """Take in a step: the sequences that ended in it, and its decode tokens."""
+        self._num_generated += num_decode_tokens
+        for item in finished:
+            self._items.append(item)
+            self._generated.append(self._num_generated)
+            self.num_added += 1
+
+    @property
+    def flow_mean_output_tokens(self) -> float:
+        """Decode tokens per completion, and the one that came with the prompt."""
+        spent = self._num_generated - self._generated[0]
+        return 1.0 + spent / max(1, len(self._generated) - 1)

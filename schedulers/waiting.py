@@ -1,11 +1,12 @@
 """What waits, and in which order it is offered to the policy.
 
-Within a window the longest go first (against the tail), and a window is admitted whole before the
-next one is taken in, so nothing is overtaken for ever.
+Within a window the longest go first (against the tail), and all of a window come before what
+arrives behind it, so nothing is overtaken for ever.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Iterable
 from typing import Generic, TypeVar
@@ -18,9 +19,9 @@ S = TypeVar("S", bound=SequenceView)
 class Waiting(Generic[S]):
     """Ss that hold no KV blocks, in the order in which they should be admitted.
 
-    Three groups: suspended ones (oldest first), siblings of a sample whose prompt is in KV memory,
-    and the current window, longest first. `next_window` collects arrivals until the current one is
-    empty.
+    Four groups: suspended ones (oldest first), siblings of a sample whose prompt is in KV memory,
+    the current window and the next one, both longest first. The next window collects arrivals, and
+    becomes the current one when that is empty.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,8 @@ class Waiting(Generic[S]):
         )
 
     def arrive(self, seq: S) -> None:
-        self._next_window.append(seq)
+        # The serial number breaks ties, so the order is a function of the input.
+        insort(self._next_window, seq, key=lambda item: (-item.max_total_tokens, item.seq_id))
 
     def add_siblings(self, sequences: Iterable[S]) -> None:
         self._siblings.extend(sequences)
@@ -46,17 +48,15 @@ class Waiting(Generic[S]):
         self._suspended.sort(key=lambda item: item.seq_id)
 
     def ordered(self) -> list[S]:
-        """All that may be admitted now, in order."""
+        """All of them, in order."""
         if not self._window and self._next_window:
-            # Longest first; the serial number breaks ties, so the order is a function of the input.
-            self._next_window.sort(key=lambda seq: (-seq.max_total_tokens, seq.seq_id))
             self._window.extend(self._next_window)
             self._next_window.clear()
-        return [*self._suspended, *self._siblings, *self._window]
+        return [*self._suspended, *self._siblings, *self._window, *self._next_window]
 
     def admit(self, seq: S) -> None:
         """Take a sequence out: it holds blocks from now on."""
-        for group in (self._window, self._siblings, self._suspended):
+        for group in (self._window, self._siblings, self._suspended, self._next_window):
             if group and group[0] is seq:
                 if isinstance(group, deque):
                     group.popleft()

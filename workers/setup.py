@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from schedulers.memory import MemoryPlan, ModelFootprint, plan_memory
+from schedulers.cost import StepSample
+from schedulers.estimate import Estimator
+from schedulers.memory import MemoryPlan, ModelFootprint, SizingForm, plan_memory
 from schedulers.policies import make_policy
 from schedulers.view import Budget
 from workers.backends.base import Backend, ModelInfo
@@ -24,6 +26,8 @@ class EngineOptions:
 
     Attributes:
         policy: name in `schedulers.policies.POLICIES`.
+        overflow_probability: bound on the chance that the holders outgrow KV memory.
+        sizing: the form of the memory-safe number of holders.
         memory_bytes: limit for weights, activations and KV memory together.
         max_batch_tokens: most tokens of a step.
         max_seqs: most sequences that hold KV memory.
@@ -31,7 +35,9 @@ class EngineOptions:
         row_timeout_s: when a row is given up.
     """
 
-    policy: str = "exclusive"
+    policy: str = "hybrid"
+    overflow_probability: float = 0.01
+    sizing: SizingForm = "moments"
     memory_bytes: int | None = None
     max_batch_tokens: int | None = None
     max_seqs: int | None = None
@@ -129,19 +135,34 @@ def make_engine(
     options: EngineOptions,
     *,
     clock: Callable[[], float],
+    calibration: Iterable[StepSample] = (),
     find_stop: Callable[[tuple[str, ...]], FindStop] | None = None,
     on_step: Callable[[StepRecord], None] = lambda _: None,
     on_event: Callable[[EventRecord], None] = lambda _: None,
 ) -> tuple[Engine, MemoryPlan]:
     """An engine over a loaded backend.
 
+    Args:
+        backend: a loaded model.
+        options: what the user says.
+        clock: seconds, monotonic.
+        calibration: steps measured earlier on this hardware and model.
+        find_stop: see `Engine`.
+        on_step: see `Engine`.
+        on_event: see `Engine`.
+
     Raises:
         NotEnoughMemory: see `size_engine`.
     """
     setup = size_engine(backend.info, options)
+    estimator = Estimator(
+        overflow_probability=options.overflow_probability,
+        sizing=options.sizing,
+        calibration=calibration,
+    )
     engine = Engine(
         backend,
-        make_policy(options.policy),
+        make_policy(options.policy, estimator),
         setup.config,
         clock=clock,
         find_stop=find_stop,

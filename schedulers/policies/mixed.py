@@ -30,17 +30,18 @@ class Mixed:
         self._estimator = estimator or Estimator()
 
     def plan(self, view: View, budget: Budget) -> Plan:
+        self._estimator.look(view)
         builder = PlanBuilder(view, budget)
         decode_running(builder, view.running)
         chunk_running(builder, view.running)
-        max_holders = self._estimator.max_holders(view, budget)
+        holders = self._estimator.max_holders(view, budget)
         admit_waiting(
             builder,
             view.waiting,
-            max_holders=max_holders,
+            max_holders=holders,
             spare_blocks=spare_blocks(builder.num_holders, budget),
         )
-        return builder.build(f"N={max_holders}")
+        return builder.build(f"N={holders}", mode="mixed", events=self._estimator.take_events())
 
     def observe(self, outcome: Outcome) -> None:
         self._estimator.observe(outcome)

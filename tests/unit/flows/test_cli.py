@@ -20,6 +20,7 @@ SPEC_OPTIONS = """
     --top-p --min-p --repetition-penalty --presence-penalty --frequency-penalty --stop
     --stop-token-id --ignore-eos --logprobs --n --seed --output-schema --guided --on-too-long
     --policy --dtype --device --memory --max-batch-tokens --max-seqs --deterministic
+    --overflow-probability --sizing
     --shard-tokens --checkpoint-s --row-timeout-s --max-error-rate --retry-errors --overwrite
     --job
 """.split()
@@ -28,6 +29,16 @@ OPTIONS = {
     "plan": set(SPEC_OPTIONS),
     "validate": set(SPEC_OPTIONS),
     "status": set[str](),
+    "calibrate": {
+        "--model",
+        "--revision",
+        "--dtype",
+        "--device",
+        "--memory",
+        "--max-batch-tokens",
+        "--max-seqs",
+        "--budget",
+    },
     "report": {"--to"},
     "version": set[str](),
 }

@@ -6,22 +6,25 @@ import random
 
 import pytest
 
-from schedulers.cost import StepCost
-from schedulers.crossover import exact_refill_size
+from schedulers.cost import StepCost, StepSample
+from schedulers.crossover import refill_size
 from schedulers.estimate import Estimator
+from schedulers.events import CostModel
 from schedulers.view import Finished, Outcome
 
 COST = StepCost(alpha_p=5e-3, beta_p=5e-5, alpha_d=1e-2, beta_d=1e-4, alpha_mb=1e-2, mix_a=6e-5)
 
 
 def feed(estimator: Estimator, *, mean_output: int, steps: int = 400, seed: int = 0) -> None:
+    """Decode steps of 10 to 200 sequences in which each ends with the chance 1 / mean_output."""
     rng = random.Random(seed)
     for index in range(steps):
         prefill = rng.randint(50, 900) if index % 4 == 0 else 0
         decode = 0 if prefill else rng.randint(10, 200)
         finished = tuple(
             Finished(100, 1 + int(rng.expovariate(1 / mean_output)))
-            for _ in range(2 if decode else 0)
+            for _ in range(decode)
+            if rng.random() < 1 / mean_output
         )
         estimator.observe(
             Outcome(
@@ -49,12 +52,11 @@ def test_lengths_and_costs_are_learned_and_the_refill_follows_from_them() -> Non
     assert workload.mean_output_tokens == pytest.approx(80, rel=0.15)
     cost = estimator.costs.cost()
     assert cost is not None
-    assert cost.alpha_p == pytest.approx(COST.alpha_p, rel=1e-3)
+    assert cost.alpha_p == pytest.approx(COST.alpha_p, rel=0.01)
     found = estimator.threshold(128, 100_000)
-    assert found.switch_ratio == pytest.approx(0.5, rel=1e-3)
-    hazard = max(workload.hazard.p0, 1 / workload.mean_output_tokens)
-    exact = exact_refill_size(128, hazard, alpha_p=5e-3, alpha_d=1e-2, beta_d=1e-4)
-    assert found.refill == exact + round(found.correction * 128)
+    assert found.switch_s == pytest.approx(5e-3, rel=0.01)
+    best = refill_size(128, workload.phase_hazard, switch_s=5e-3, alpha_d=1e-2, beta_d=1e-4)
+    assert found.refill == pytest.approx(best + round(found.correction * 128), abs=1)
 
 
 def test_longer_outputs_and_dearer_switches_mean_other_refills() -> None:
@@ -73,3 +75,23 @@ def test_a_change_of_lengths_is_followed_within_a_window() -> None:
     feed(estimator, mean_output=300, seed=1)
     assert before < 30
     assert estimator.workload.mean_output_tokens > 200
+
+
+def test_what_is_computed_is_told_once() -> None:
+    estimator = Estimator()
+    feed(estimator, mean_output=20)
+    estimator.update()
+    told = estimator.take_events()
+    assert [event.table for event in told] == ["costs"]
+    assert estimator.take_events() == ()
+
+
+def test_a_calibration_is_told_and_used_before_the_first_step() -> None:
+    calibration = [StepSample(n, 0, 0, COST.step_s(n, 0)) for n in (64, 128, 256, 512)]
+    calibration += [StepSample(0, n, 0, COST.step_s(0, n)) for n in (1, 8, 64, 256)]
+    estimator = Estimator(calibration=calibration)
+    (told,) = estimator.take_events()
+    assert isinstance(told, CostModel)
+    assert told.source == "calibration"
+    assert estimator.cost is not None
+    assert estimator.cost.alpha_d == pytest.approx(COST.alpha_d, rel=0.02)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from schedulers.crossover import exact_refill_size
+from schedulers.crossover import refill_size
 from schedulers.estimate import Estimator
 from schedulers.policies.exclusive import Exclusive
 from schedulers.view import Budget, PrefixMatch, SeqId, View
@@ -42,7 +42,7 @@ BUDGET = Budget(max_batch_tokens=64, max_seqs=10)
 
 def test_it_prefills_to_the_full_number_then_decodes_until_k_have_finished() -> None:
     policy = Exclusive(Estimator(cold_mean_output_tokens=4))
-    k = exact_refill_size(10, 1 / 4, alpha_p=1.0, alpha_d=1.0, beta_d=0.0)
+    k = refill_size(10, 1 / 4, switch_s=1.0, alpha_d=1.0, beta_d=1 / 128)
     assert 1 < k < 9
     assert policy.plan(view(running=0, waiting=20), BUDGET).phase == "prefill"
     for num_finished in range(10):

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from schedulers.lengths import fit_hazard
+from schedulers.lengths import Hazard, LengthWindow, fit_hazard, phase_slope
+from schedulers.view import Finished
 
 
 @pytest.mark.parametrize("p0", [1 / 20, 1 / 128])
@@ -55,3 +56,54 @@ def test_it_is_a_chance() -> None:
         found = fit_hazard([rng.randint(1, 60) for _ in range(rng.randint(1, 80))])
         assert 0 < found.p0 <= 1
         assert found.eta >= 0
+
+
+def run_slots(lengths: list[int], slots: int, window: LengthWindow) -> None:
+    """Slots that are refilled at once, one token a step each, until the lengths are used up."""
+    left = [lengths.pop() for _ in range(slots)]
+    born = list(left)
+    while lengths:
+        ended = []
+        for slot in range(slots):
+            left[slot] -= 1
+            if left[slot] == 0 and lengths:
+                ended.append(Finished(5, born[slot]))
+                left[slot] = born[slot] = lengths.pop()
+        window.add(ended, slots - len(ended))
+        if window.num_added >= 60:
+            return
+
+
+def test_the_flow_knows_the_mean_while_only_the_short_ones_have_finished() -> None:
+    """200 slots start at once; after 60 completions, the finished ones are much shorter than all,
+    and the flow is right.
+    """
+    rng = random.Random(7)
+    window = LengthWindow()
+    run_slots([1 + int(rng.expovariate(1 / 128)) for _ in range(2000)], 200, window)
+    seen = sum(item.num_output_tokens for item in window.items) / len(window)
+    assert seen < 40
+    assert window.flow_mean_output_tokens == pytest.approx(128, rel=0.3)
+
+
+@pytest.mark.parametrize("low", [1, 96])
+def test_the_hazard_of_holders_of_all_ages_rises_less_than_that_of_one(low: int) -> None:
+    """Brute force: slots in a steady state; how their chance of ending changes in a phase that
+    refills nothing.
+    """
+    rng = random.Random(8)
+    outputs = [rng.randint(low, 256 - low) for _ in range(20000)]
+    fitted = fit_hazard(outputs[:2000])
+    # Seen at a random instant: chosen by length, at a uniform age.
+    ages = [(out, rng.randrange(out)) for out in rng.choices(outputs, weights=outputs, k=40000)]
+    chances = []
+    for step in range(24):
+        alive = [(out, age) for out, age in ages if out - age > step]
+        chances.append(sum(out - age == step + 1 for out, age in alive) / len(alive))
+    rise = (sum(chances[12:]) - sum(chances[:12])) / 12 / 12
+    assert 0 <= phase_slope(fitted, outputs) <= fitted.eta
+    assert abs(phase_slope(fitted, outputs) - rise) < abs(fitted.eta - rise)
+
+
+def test_a_constant_hazard_has_no_slope() -> None:
+    assert phase_slope(Hazard(0.01, 0.0), [3, 100, 7]) == 0.0
