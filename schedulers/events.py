@@ -12,9 +12,9 @@ from typing import ClassVar, Literal
 Phase = Literal["prefill", "decode", "mixed", "idle"]
 """What kind of step a plan is: only chunks, only single tokens, both, or nothing to do."""
 Mode = Literal["exclusive", "mixed"]
-Trigger = Literal["completions", "surge", "calibrated", "unmeasured"]
+Trigger = Literal["completions", "surge", "calibrated", "unmeasured", "probed"]
 """Why the crossover was looked at: enough completions, a jump in demand, the first plan with a
-calibration at hand, or a step kind that has not been measured."""
+calibration at hand, a step kind that has not been measured, or one that just was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -80,7 +80,7 @@ class Hybrid:
         evaluate_every: int = 100,
         first_after: int = 30,
         cooldown: int = 3,
-        probe_steps: int = 6,
+        probe_steps: int = 4,
         probe_every: int = 10,
     ) -> None:
         self._estimator = estimator or Estimator()
@@ -108,7 +108,7 @@ class Hybrid:
             if plan is not None:
                 return plan
             if not self._probes:
-                self._evaluate("unmeasured", view, budget)
+                self._evaluate("probed", view, budget)
         trigger = self._trigger(surge)
         if trigger is not None:
             self._evaluate(trigger, view, budget)
@@ -263,12 +263,26 @@ class Hybrid:
         if probe.kind == "decode":
             plan = self._partial_decode(view, budget, probe.share)
         else:
-            plan = self._policy(probe.kind).plan(view, budget)
+            size = self._usual_size(view, budget, probe) if probe.kind == "mixed" else budget
+            plan = self._policy(probe.kind).plan(view, size)
         if plan is None:
             del self._probes[0]
             return None
         self._probes[0] = probe._replace(num_steps=probe.num_steps - 1)
         return replace(plan, reason=f"probe: {plan.reason}")
+
+    def _usual_size(self, view: View, budget: Budget, probe: _Probe) -> Budget:
+        """A budget of about the tokens that mixed steps would have in a steady state: a backlog of
+        prompts would make the probe long, and measure another point.
+        """
+        if budget.chunk_tokens is not None:
+            return budget
+        num_decoding = sum(1 for seq in view.running if is_decoding(seq))
+        lengths = self._estimator.workload.lengths
+        arriving = num_decoding / lengths.mean_output_tokens * lengths.mean_prompt_tokens
+        spread = (0.6, 1.0, 1.6)[probe.num_steps % 3]
+        tokens = num_decoding + max(16, round(spread * arriving))
+        return replace(budget, max_batch_tokens=min(budget.max_batch_tokens, tokens))
 
     def _partial_decode(self, view: View, budget: Budget, share: float) -> Plan | None:
         """A decode step of the oldest part of the batch; None when that tells nothing."""

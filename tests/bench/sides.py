@@ -97,7 +97,7 @@ class OurSide:
     Each run has a fresh engine, so that no run finds the prompts of an earlier one in KV memory.
     """
 
-    def __init__(self, files: ModelFiles, *, dtype: str, policy: str = "exclusive") -> None:
+    def __init__(self, files: ModelFiles, *, dtype: str, policy: str = "hybrid") -> None:
         self._files = files
         self._dtype = dtype
         self._policy = policy

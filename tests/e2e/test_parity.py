@@ -53,7 +53,7 @@ def load(smollm2):
     return lambda: TorchBackend.load(smollm2, device="cpu", dtype="float32")
 
 
-@pytest.mark.parametrize("policy", ["exclusive", "mixed"])
+@pytest.mark.parametrize("policy", ["hybrid", "exclusive", "mixed"])
 @pytest.mark.parametrize("max_seqs", [1, 7, 64])
 def test_equal_for_every_policy_and_batch_limit(
     load, prompts, expected, policy: str, max_seqs: int
@@ -62,7 +62,7 @@ def test_equal_for_every_policy_and_batch_limit(
     assert got == expected
 
 
-@pytest.mark.parametrize("policy", ["exclusive", "mixed"])
+@pytest.mark.parametrize("policy", ["hybrid", "exclusive", "mixed"])
 def test_equal_when_memory_is_short(load, prompts, expected, policy: str) -> None:
     got, num_suspended = ours(
         load(), prompts, MAX_TOKENS, policy=policy, max_seqs=64, num_blocks=40

@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 
 from schedulers.policies import POLICIES, make_policy
+from schedulers.policies.hybrid import Hybrid
 from tests.unit.workers.harness import Suspending, check_idle, make_engine, texts, workload
 from workers.backends.fake import FakeBackend, hashed_script
 
@@ -49,6 +50,44 @@ def test_every_row_finishes_with_its_own_tokens_and_no_block_leaks(
     if chance and sizes["max_seqs"] > 1:
         assert policy.num_injected >= 1
         assert sum(result.num_suspensions for result in results) >= policy.num_injected
+
+
+class Restless(Hybrid):
+    """Changes its mode at every evaluation, and evaluates all the time."""
+
+    def __init__(self) -> None:
+        super().__init__(evaluate_every=3, first_after=2, cooldown=0, probe_every=2)
+        self.num_changes = 0
+
+    def _decide(self, found: object) -> str:
+        self.mode = self._other
+        self.num_changes += 1
+        return "changes: restless"
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("seed", range(3))
+def test_changes_of_mode_at_any_moment_lose_and_recompute_nothing(
+    sizes: dict[str, int], seed: int
+) -> None:
+    """Modes change and probes run between suspensions; every row has its own tokens, and without
+    suspensions each token is computed once.
+    """
+    for chance in (0.0, 0.15):
+        restless, backend = Restless(), FakeBackend()
+        policy = Suspending(restless, seed=seed, chance=chance)
+        engine = make_engine(policy, backend=backend, share_prefixes=False, **sizes)  # type: ignore[arg-type]
+        results = list(engine.run(workload(seed, 60)))
+        assert restless.num_changes >= 10
+        assert texts(results) == expected(seed, 60)
+        check_idle(engine)
+        if not any(result.num_suspensions for result in results):
+            once = sum(
+                result.num_prompt_tokens + len(completion.token_ids) - 1
+                for result in results
+                for completion in result.completions
+            )
+            assert backend.num_computed_tokens == once
 
 
 @pytest.mark.parametrize("name", POLICIES)
