@@ -115,6 +115,69 @@ def report(
 
 
 @app.command()
+def simulate(
+    output: Annotated[
+        str | None, typer.Argument(help="The output of a job, to be replayed.")
+    ] = None,
+    synthetic: Annotated[
+        str | None,
+        typer.Option(
+            "--synthetic", metavar="PROMPT:OUTPUT", help="Made-up rows of these mean tokens."
+        ),
+    ] = None,
+    rows: Annotated[
+        int | None, typer.Option("--rows", help="Number of made-up rows [default: 1000]")
+    ] = None,
+    concurrency: Annotated[
+        int | None,
+        typer.Option("--concurrency", help="Requests in flight; by default all at once."),
+    ] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option("--policy", help="A policy, or all; by default the job's, else hybrid."),
+    ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            "--hardware",
+            help="What steps cost: job (its own steps), calibration (of this machine), h200, "
+            "h200-e2e, rtx-pro-6000, rtx-pro-6000-e2e; by default job, else h200.",
+        ),
+    ] = None,
+    max_seqs: Annotated[
+        int | None, typer.Option("--max-seqs", help="Most sequences that hold KV memory.")
+    ] = None,
+    max_batch_tokens: Annotated[
+        int | None, typer.Option("--max-batch-tokens", help="Most tokens computed in one step.")
+    ] = None,
+    capacity_tokens: Annotated[
+        int | None, typer.Option("--capacity-tokens", help="Tokens that KV memory holds.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", help="Of the made-up rows [default: 0]")
+    ] = None,
+) -> None:
+    """Say what a job would take under another policy, or on other hardware, without running it."""
+    from flows.simulate import run_simulation
+    from flows.simulate_options import SimulateOptions
+    from flows.simulate_tables import render_simulation
+
+    asked = SimulateOptions(
+        output=output,
+        synthetic=synthetic,
+        rows=rows,
+        concurrency=concurrency,
+        policy=policy,
+        hardware=hardware,
+        max_seqs=max_seqs,
+        max_batch_tokens=max_batch_tokens,
+        capacity_tokens=capacity_tokens,
+        seed=seed,
+    )
+    _console().print(render_simulation(run_simulation(asked)))
+
+
+@app.command()
 def version() -> None:
     """Show the version."""
     typer.echo(f"headrace {metadata.version('headrace')}")

@@ -40,6 +40,17 @@ OPTIONS = {
         "--budget",
     },
     "report": {"--to"},
+    "simulate": {
+        "--synthetic",
+        "--rows",
+        "--concurrency",
+        "--policy",
+        "--hardware",
+        "--max-seqs",
+        "--max-batch-tokens",
+        "--capacity-tokens",
+        "--seed",
+    },
     "version": set[str](),
 }
 
