@@ -162,7 +162,7 @@ def non_negative_fit(x: np.ndarray, y: np.ndarray, *, free: tuple[int, ...] = ()
 KINDS: tuple[StepKind, ...] = ("prefill", "decode", "mixed")
 CALIBRATED_WEIGHT = 0.3
 """Of a stored sample beside one of this job's own."""
-ASSUMED_WEIGHT = 0.01
+ASSUMED_WEIGHT = 0.02
 """Of an assumed sample: it decides only where nothing was measured."""
 
 

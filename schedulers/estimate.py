@@ -61,6 +61,14 @@ class Workload(NamedTuple):
         return min(1.0, 1.0 / max(1.0, self.mean_output_tokens))
 
 
+class Present(NamedTuple):
+    """What is in the system, as far as it is known: prompts, and the most that may be generated."""
+
+    num_seqs: int
+    mean_prompt_tokens: float
+    mean_allowed_tokens: float
+
+
 class Threshold(NamedTuple):
     """When a decode phase gives way: after `refill` of `holders` have finished.
 
@@ -138,7 +146,7 @@ class Estimator:
         self._update_every = update_every
         self._updated_at = 0
         self._last_kind: StepKind | None = None
-        self._cold: tuple[float, float] | None = None
+        self._present: Present | None = None
         self._workload: Workload | None = None
         self._cost = self.costs.calibrated
         self._thresholds: dict[tuple[int, int], Threshold] = {}
@@ -162,12 +170,21 @@ class Estimator:
         self.lengths.add(outcome.finished, outcome.num_decode_tokens)
 
     def look(self, view: View) -> None:
-        """Take note of what is at hand, for as long as nothing has finished."""
-        if self._cold is None and view.waiting:
-            prompt = fmean(seq.num_prompt_tokens for seq in view.waiting)
-            allowed = fmean(seq.max_total_tokens - seq.num_prompt_tokens for seq in view.waiting)
-            self._cold = prompt, max(1.0, min(self._cold_mean_output_tokens, allowed))
-            self._workload = None
+        """Take note of what is at hand, when an update is due."""
+        first = self._present is None
+        if not first and not self.is_due:
+            return
+        present = [*view.running, *view.waiting]
+        if present:
+            self._present = Present(
+                num_seqs=len(present),
+                mean_prompt_tokens=fmean(seq.num_prompt_tokens for seq in present),
+                mean_allowed_tokens=fmean(
+                    seq.max_total_tokens - seq.num_prompt_tokens for seq in present
+                ),
+            )
+            if first:
+                self._workload = None
 
     def take_events(self) -> tuple[PolicyEvent, ...]:
         """What was computed since the last call."""
@@ -239,18 +256,27 @@ class Estimator:
             return None
         outputs = [max(1, item.num_output_tokens) for item in items]
         hazard = fit_hazard(outputs)
+        prompt = fmean(item.num_prompt_tokens for item in items)
+        output = self.lengths.flow_mean_output_tokens
+        if self._present is not None:
+            # The longest are admitted first: those that finished are not like those to come.
+            if self._present.num_seqs >= self._min_samples:
+                prompt = self._present.mean_prompt_tokens
+            output = min(output, self._present.mean_allowed_tokens)
         return Workload(
             hazard=hazard,
-            mean_prompt_tokens=fmean(item.num_prompt_tokens for item in items),
-            mean_output_tokens=self.lengths.flow_mean_output_tokens,
+            mean_prompt_tokens=prompt,
+            mean_output_tokens=max(1.0, output),
             context_tokens=resident_moments(items, 0).mean_tokens,
             phase_slope=phase_slope(hazard, outputs),
             num_samples=len(items),
         )
 
     def _assumed_workload(self) -> Workload:
-        default = self._cold_mean_output_tokens
-        prompt, output = self._cold or (default, default)
+        prompt = output = self._cold_mean_output_tokens
+        if self._present is not None:
+            prompt = self._present.mean_prompt_tokens
+            output = max(1.0, min(output, self._present.mean_allowed_tokens))
         return Workload(
             Hazard(1.0 / output, 0.0),
             prompt,

@@ -94,4 +94,4 @@ def test_a_calibration_is_told_and_used_before_the_first_step() -> None:
     assert isinstance(told, CostModel)
     assert told.source == "calibration"
     assert estimator.cost is not None
-    assert estimator.cost.alpha_d == pytest.approx(COST.alpha_d, rel=0.02)
+    assert estimator.cost.alpha_d == pytest.approx(COST.alpha_d, rel=0.05)
