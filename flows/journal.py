@@ -51,6 +51,8 @@ class Journal:
         self._open_counts: Counter[str] = Counter()
         self.warnings: list[str] = []
         self.memory: MemoryPlan | None = None
+        self._num_steps = 0
+        self._num_short_steps = 0
         self._started_s = clock()
 
     @classmethod
@@ -136,6 +138,8 @@ class Journal:
 
     def add_step(self, step: StepRecord) -> None:
         self._tables["steps"].add(asdict(step))
+        self._num_steps += 1
+        self._num_short_steps += step.num_suspended > 0
 
     def add_event(self, event: EventRecord) -> None:
         """A decision of the policy; a memory plan is completed with the bytes behind it."""
@@ -196,6 +200,9 @@ class Journal:
             output=self._job.spec.output,
             complete=len(self.ledger.committed) == len(self.ledger.shards),
             stopped=stopped,
+            num_steps=self._num_steps,
+            num_short_steps=self._num_short_steps,
+            overflow_probability=self._job.spec.engine.overflow_probability,
         )
 
     def _shard_summaries(self) -> Iterator[ShardSummary | Tally]:

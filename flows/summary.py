@@ -24,6 +24,9 @@ class JobSummary:
         output: where the results are.
         complete: every row has a result, and all of them are committed.
         stopped: why the run ended early, if it did.
+        num_steps: of the engine in this run.
+        num_short_steps: of these, steps in which KV memory ran short and sequences had to wait.
+        overflow_probability: the bound on their share that the run was planned with.
     """
 
     total_rows: int
@@ -36,6 +39,9 @@ class JobSummary:
     output: str
     complete: bool
     stopped: str | None = None
+    num_steps: int = 0
+    num_short_steps: int = 0
+    overflow_probability: float = 0.01
 
     @property
     def num_done(self) -> int:
@@ -71,6 +77,9 @@ class JobSummary:
         yield "completion tokens", f"{self.completion_tokens:,}"
         yield "tokens/s", f"{self.tokens_per_s:,.1f}"
         yield "time", duration(self.elapsed_s)
+        if self.num_steps:
+            short, bound = self.num_short_steps, self.overflow_probability
+            yield "KV memory", f"short in {short} of {self.num_steps} steps (bound {bound:.2%})"
         if self.stopped:
             yield "stopped", self.stopped
         yield "output", self.output

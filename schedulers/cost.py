@@ -166,6 +166,10 @@ ASSUMED_WEIGHT = 0.02
 """Of an assumed sample: it decides only where nothing was measured."""
 
 
+MIN_CALIBRATED = 2
+"""Sizes of prefill and of decode steps that make a calibration: two tell a line."""
+
+
 class _Weighted(NamedTuple):
     sample: StepSample
     weight: float
@@ -201,7 +205,9 @@ class CostFit:
         self._per_class = per_class
         self._min_samples = min_samples
         self._calibration = tuple(calibration)
-        self._prior = _fit_all([_Weighted(s, 1.0) for s in self._calibration], min_samples)
+        self._prior = _fit_all([_Weighted(s, 1.0) for s in self._calibration], MIN_CALIBRATED)
+        if self._prior is not None:
+            self._min_samples = MIN_CALIBRATED
         self._classes: dict[tuple[int, ...], deque[StepSample]] = {}
         self._drift: deque[float] = deque(maxlen=200)
         self._num: dict[StepKind, int] = dict.fromkeys(KINDS, 0)

@@ -1,0 +1,135 @@
+"""A job tells what its policy decided and why: tables, views, report, calibration."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import fields
+from datetime import UTC, datetime
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pytest
+
+from flows.calibration import hardware_of, store_calibration
+from flows.report import write_report
+from flows.runner import run_job
+from schedulers.calibration import calibrated
+from schedulers.cost import StepCost, StepSample
+from schedulers.events import EVENTS
+from storage.telemetry import TABLES
+from tests.e2e.cases import make_spec
+from tests.e2e.jobs import fake_model
+from workers.backends.base import Batch
+
+pytestmark = pytest.mark.e2e
+
+COST = StepCost(
+    alpha_p=1e-3, beta_p=2e-5, alpha_d=1e-3, beta_d=4e-5, alpha_mb=1e-3, mix_a=3e-5, mix_b=6e-5
+)
+
+
+def sleep_like(batch: Batch) -> None:
+    """A step takes what `COST` says."""
+    decode = sum(segment.is_decode for segment in batch.segments)
+    time.sleep(COST.step_s(batch.num_tokens - decode, decode))
+
+
+def run(tmp_path: Path, policy: str = "hybrid") -> tuple[Any, duckdb.DuckDBPyConnection]:
+    engine = {"policy": policy, "max_seqs": 16, "max_batch_tokens": 256}
+    spec = make_spec(tmp_path, 300, sampling={"max_tokens": 40}, engine=engine)
+    summary = run_job(spec, model=fake_model(on_execute=sleep_like, mean_output_tokens=20))
+    assert summary.complete
+    con = duckdb.connect(str(Path(spec.output) / "job.duckdb"), read_only=True)
+    return summary, con
+
+
+def rows(con: duckdb.DuckDBPyConnection, query: str) -> list[dict[str, Any]]:
+    return con.sql(query).to_arrow_table().to_pylist()
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_each_event_has_its_table(event: type) -> None:
+    told = {field.name for field in fields(event)}
+    columns = set(TABLES[event.table].names) - {"run_id", "step", "at_s"}
+    added = {"limit_bytes", "weights_bytes", "activation_bytes", "kv_bytes", "block_size",
+             "num_blocks"} if event.table == "memory_plan" else set()  # fmt: skip
+    assert columns == told | added
+
+
+def test_a_job_explains_itself_in_sql_and_in_its_report(tmp_path: Path) -> None:
+    summary, con = run(tmp_path)
+    looks = rows(con, "SELECT * FROM crossover ORDER BY step")
+    assert looks[0]["trigger"] == "unmeasured"
+    assert {look["trigger"] for look in looks} >= {"unmeasured", "probed", "completions"}
+    assert all(look["reason"] for look in looks)
+    measured = looks[-1]
+    assert measured["margin"] == pytest.approx(measured["contention"] - measured["amortisation"])
+    assert measured["holders"] == 16
+    plans = rows(con, "SELECT * FROM memory_plan ORDER BY step")
+    assert plans[0]["form"] == "longest"
+    assert plans[-1]["form"] == "moments"
+    for plan in plans:
+        assert plan["capacity_tokens"] == plan["num_blocks"] * plan["block_size"]
+        assert plan["overflow_probability"] == 0.01
+        assert plan["kv_bytes"] > 0
+    switches = rows(con, "SELECT * FROM phases ORDER BY step")
+    assert switches[0]["before"] == "idle"
+    assert all(switch["reason"] for switch in switches)
+    (short,) = rows(
+        con, "SELECT count(*) FILTER (num_suspended > 0) AS n, count(*) AS of FROM steps"
+    )
+    assert (summary.num_short_steps, summary.num_steps) == (short["n"], short["of"])
+    assert "bound 1.00%" in dict(summary.lines())["KV memory"]
+    page = Path(write_report(summary.output)).read_text()
+    assert f"{len(looks)} looks" in page
+    for look in looks:
+        if look["mode_before"] != look["mode_after"]:
+            assert escape(look["reason"]) in page
+
+
+def test_predicted_stands_beside_realised(tmp_path: Path) -> None:
+    """Fitted to earlier steps only, and still right within a few per cent."""
+    _, con = run(tmp_path)
+    joined = rows(con, "SELECT * FROM step_costs ORDER BY step")
+    assert len(joined) == con.sql("SELECT count(*) FROM steps").fetchall()[0][0]
+    later = [row for row in joined if row["predicted_s"] is not None]
+    assert len(later) > 0.5 * len(joined)
+    errors = sorted(abs(row["predicted_s"] / row["realised_s"] - 1) for row in later)
+    assert errors[len(errors) // 2] < 0.15
+
+
+def test_a_calibration_is_found_used_and_kept_beside_the_refit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+    sizes = [(p, 0) for p in (16, 64, 256)] + [(0, d) for d in (1, 4, 16)]
+    sizes += [(p, d) for p in (16, 64, 256) for d in (2, 8, 14)]
+    model = fake_model()
+    found = calibrated(
+        [StepSample(p, d, 0, COST.step_s(p, d)) for p, d in sizes * 2],
+        hardware=hardware_of("cpu"),
+        model_fingerprint=model.fingerprint,
+        model="fake",
+        dtype="float32",
+        created=datetime.now(UTC).isoformat(),
+        settings={},
+    )
+    store_calibration(found)
+    _, con = run(tmp_path)
+    costs = rows(con, "SELECT * FROM costs ORDER BY step, source")
+    assert costs[0]["source"] == "calibration"
+    assert costs[0]["alpha_d"] == pytest.approx(COST.alpha_d, rel=0.1)
+    assert costs[-1]["source"] == "online"
+    (first, *_) = rows(con, "SELECT * FROM crossover ORDER BY step")
+    assert (first["trigger"], first["step"]) == ("calibrated", 1)
+
+
+@pytest.mark.parametrize("policy", ["exclusive", "mixed"])
+def test_other_policies_leave_the_crossover_empty(tmp_path: Path, policy: str) -> None:
+    summary, con = run(tmp_path, policy=policy)
+    assert rows(con, "SELECT * FROM crossover") == []
+    assert rows(con, "SELECT * FROM memory_plan") != []
+    assert {row["policy_mode"] for row in rows(con, "SELECT policy_mode FROM steps")} == {policy}
+    assert Path(write_report(summary.output)).exists()
