@@ -53,12 +53,15 @@ class Costs(NamedTuple):
         cost: of a step.
         schedule: beside it.
         calibration: what a policy knows of step costs at the start.
+        scale: recorded seconds of a job's own steps over those of a robust fit to them; far from 1:
+            something else used the machine.
     """
 
     source: str
     cost: StepCost
     schedule: ScheduleCost = ScheduleCost()
     calibration: tuple[StepSample, ...] = ()
+    scale: float = 1.0
 
 
 class Learning(NamedTuple):
@@ -329,7 +332,7 @@ def _replay_costs(options: SimulateOptions, recording: Recording) -> Costs:
             f"costs to; give --hardware calibration, or one of {', '.join(HARDWARE)}"
         )
     source = f"the job's own steps, which took {fit.scale:.3f} times a robust fit to them"
-    return Costs(source, with_shared_context(fit.cost, shared), schedule)
+    return Costs(source, with_shared_context(fit.cost, shared), schedule, scale=fit.scale)
 
 
 def stored_calibration(recording: Recording) -> Calibration:
