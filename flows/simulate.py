@@ -332,6 +332,7 @@ def _replay_costs(options: SimulateOptions, recording: Recording) -> Costs:
             f"costs to; give --hardware calibration, or one of {', '.join(HARDWARE)}"
         )
     source = f"the job's own steps, which took {fit.scale:.3f} times a robust fit to them"
+    schedule = schedule._replace(fixed_s=schedule.fixed_s + fit.rest_s)
     return Costs(source, with_shared_context(fit.cost, shared), schedule, scale=fit.scale)
 
 

@@ -2,7 +2,7 @@
 
 A robust fit says what most steps take, but a job takes the time of all of them, of the slow ones
 too. So what is fitted is then scaled, for each kind of step, until the recorded steps add up to
-their recorded time (`levelled`). The scale is no part of the policies' own fits.
+their recorded time (`levelled`). The policies' own fits in the simulation know nothing of it.
 """
 
 from __future__ import annotations
@@ -75,21 +75,29 @@ class FittedCost(NamedTuple):
     """Costs of recorded steps.
 
     Attributes:
-        cost: adds up to the recorded time.
+        cost: of steps of any size.
         scale: recorded seconds over those of the fit before it was scaled.
+        rest_s: recorded seconds that `cost` does not add up to, per step: of the few prefill steps
+            of mixed batching, where they took longer than its mixed steps tell of prefill.
     """
 
     cost: StepCost
     scale: float
+    rest_s: float
 
 
 def fit_step_cost(samples: Sequence[StepSample]) -> FittedCost | None:
     """Step costs of a job; None when no prefill or no decode step was recorded."""
     cost, spans_prefill = _fit(samples)
     mixed = [sample for sample in samples if sample.kind == "mixed"]
-    if cost is not None and mixed and not spans_prefill:
-        cost, _ = _fit([*samples, *(_prefill_part(sample, cost) for sample in mixed)])
-    return None if cost is None else FittedCost(levelled(cost, samples), _scale(cost, samples))
+    if cost is None:
+        return None
+    known = list(samples)
+    if mixed and not spans_prefill:
+        known.extend([_prefill_part(sample, cost) for sample in mixed])
+        cost = _fit(known)[0] or cost
+    level = levelled(cost, known)
+    return FittedCost(level, _scale(cost, samples), max(0.0, _rest_s(level, samples)))
 
 
 def _fit(samples: Iterable[StepSample]) -> tuple[StepCost | None, bool]:
@@ -100,7 +108,8 @@ def _fit(samples: Iterable[StepSample]) -> tuple[StepCost | None, bool]:
 
 def _prefill_part(sample: StepSample, cost: StepCost) -> StepSample:
     """A mixed step less what its decode tokens cost. Mixed batching has almost no other prefill
-    steps, and what they cost by themselves is assumed from these.
+    steps (one of a new job, with all that a first step has to set up), so what prefill costs by
+    itself is assumed from these.
     """
     decode_s = cost.beta_d * sample.num_decode_tokens + cost.gamma * sample.num_context_tokens
     elapsed_s = max(0.1 * sample.elapsed_s, sample.elapsed_s - decode_s)
@@ -139,10 +148,20 @@ def _scale(
 ) -> float:
     """Measured over predicted seconds of all samples together, the cost of switches apart."""
     predicted_s = sum(cost.step_s(*sample[:3]) for sample in samples)
-    num_switches = sum(sample.switched and sample.kind != "mixed" for sample in samples)
-    apart_s = less_s + cost.alpha_switch / 2 * num_switches
-    measured_s = sum(sample.elapsed_s for sample in samples) - apart_s
+    measured_s = predicted_s + len(samples) * _rest_s(cost, samples) - less_s
     return measured_s / predicted_s if predicted_s > 0 and measured_s > 0 else default
+
+
+def _rest_s(cost: StepCost, samples: Sequence[StepSample]) -> float:
+    """Mean seconds of a sample above what it should take, its switch included."""
+    switch_s = cost.alpha_switch / 2
+    rest_s = (
+        sample.elapsed_s
+        - cost.step_s(*sample[:3])
+        - switch_s * (sample.switched and sample.kind != "mixed")
+        for sample in samples
+    )
+    return sum(rest_s) / max(1, len(samples))
 
 
 # -- between steps --

@@ -283,6 +283,8 @@ def test_costs_are_found_again(policy: str) -> None:
     assert fit is not None
     assert fit.scale == pytest.approx(1.0, abs=0.02)
     for sample in samples:
+        if policy == "mixed" and sample.kind == "prefill":
+            continue  # taken from mixed steps: these are too few
         if sample.num_prefill_tokens >= 8:  # small ones are few in a job
             assert fit.cost.step_s(*sample[:3]) == pytest.approx(sample.elapsed_s, rel=0.05)
 
@@ -296,7 +298,14 @@ def test_costs_add_up_to_the_recorded_time_however_slow_some_steps_were(policy: 
     predicted_s = sum(fit.cost.step_s(*sample[:3]) for sample in samples)
     num_switches = sum(sample.switched and sample.kind != "mixed" for sample in samples)
     predicted_s += fit.cost.alpha_switch / 2 * num_switches
-    assert predicted_s == pytest.approx(sum(sample.elapsed_s for sample in samples))
+    measured_s = sum(sample.elapsed_s for sample in samples)
+    if policy == "mixed":  # whose few prefill steps do not count for the cost of prefill
+        assert predicted_s == pytest.approx(measured_s, rel=0.03)
+    else:
+        assert fit.rest_s == pytest.approx(0.0, abs=1e-9)
+    assert predicted_s + fit.rest_s * len(samples) == pytest.approx(
+        max(measured_s, predicted_s), rel=1e-6
+    )
 
 
 def test_prefill_is_taken_from_mixed_steps_where_it_was_hardly_seen() -> None:
