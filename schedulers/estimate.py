@@ -8,7 +8,7 @@ Source: `exclusive_batching.md` A3, A5 and A7.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from statistics import fmean
 from typing import NamedTuple
@@ -27,7 +27,14 @@ from schedulers.crossover import (
 )
 from schedulers.events import CostModel, MemorySizing, PolicyEvent
 from schedulers.lengths import Hazard, LengthWindow, fit_hazard, phase_slope
-from schedulers.memory import BatchSizer, Geometric, Sizing, SizingForm, resident_moments
+from schedulers.memory import (
+    BatchSizer,
+    Geometric,
+    Running,
+    Sizing,
+    SizingForm,
+    resident_moments,
+)
 from schedulers.view import Budget, Outcome, View
 
 
@@ -101,8 +108,18 @@ UNIT_COST = StepCost(
 double it."""
 
 
+SIZING_WINDOW = 1000
+"""Finished lengths that the memory-safe N is computed from: the second moment of a long-tailed
+output needs more of them than the rest does."""
 UNKNOWN_CROSSOVER = Crossover(0.0, 0.0, RequestCost(0.0, 0.0), RequestCost(0.0, 0.0))
 """Before costs are known."""
+
+
+def _running(view: View) -> Iterator[Running]:
+    for seq in view.running:
+        prompt = seq.num_prompt_tokens
+        most = seq.max_total_tokens - prompt
+        yield Running(prompt, seq.num_tokens - prompt, most, seq.admission)
 
 
 class Estimator:
@@ -132,7 +149,7 @@ class Estimator:
         min_samples: int = 30,
         update_every: int = 100,
     ) -> None:
-        self.lengths = LengthWindow(size=window)
+        self.lengths = LengthWindow(size=SIZING_WINDOW, recent=window)
         self.sizer = BatchSizer(
             self.lengths,
             overflow_probability=overflow_probability,
@@ -251,7 +268,7 @@ class Estimator:
         )
 
     def _measured_workload(self) -> Workload | None:
-        items = self.lengths.items
+        items = self.lengths.recent
         if len(items) < self._min_samples:
             return None
         outputs = [max(1, item.num_output_tokens) for item in items]
@@ -294,7 +311,9 @@ class Estimator:
             return budget.max_seqs
         ends = (seq.max_total_tokens for group in (view.running, view.waiting) for seq in group)
         capacity_tokens = view.num_blocks * view.block_size
-        sizing = self.sizer.size(capacity_tokens, ends, view.block_size, self._geometric)
+        sizing = self.sizer.size(
+            capacity_tokens, ends, view.block_size, _running(view), self._geometric
+        )
         holders = min(budget.max_seqs, sizing.holders)
         if self._is_news(sizing, holders):
             self._sizing = sizing, holders
@@ -317,7 +336,7 @@ class Estimator:
         return sizing.form != "longest" and abs(holders - known_holders) > 0.02 * known_holders
 
     def _sizing_event(self, sizing: Sizing, holders: int, capacity_tokens: int) -> MemorySizing:
-        mean, std, _ = sizing.moments
+        mean, std, *_ = sizing.moments
         cut = "" if holders == sizing.holders else f", cut from {sizing.holders}"
         return MemorySizing(
             form=sizing.form,

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from statistics import fmean
 from typing import NamedTuple
+
+import numpy as np
 
 from schedulers.view import Finished
 
@@ -82,6 +85,42 @@ def phase_slope(hazard: Hazard, output_tokens: Sequence[int]) -> float:
     return max(0.0, hazard.eta - hazard.eta**2 * max(0.0, second - first**2))
 
 
+class Survival(NamedTuple):
+    """Chances that an output is longer than t tokens, t = 0, 1, ...
+
+    Attributes:
+        chances: (t,), falling from 1.
+        num_ended: outputs behind it that have ended.
+    """
+
+    chances: np.ndarray
+    num_ended: int
+
+    def moment(self, power: int) -> float:
+        """E O^(power + 1) / (power + 1), a sum over t; `power` 0: the mean output."""
+        return float((self.chances * (np.arange(len(self.chances)) + 0.5) ** power).sum())
+
+
+def survival(ended: Sequence[int], running: Sequence[int], longest: int) -> Survival:
+    """Kaplan and Meier's estimate of output lengths, from those of sequences that have ended and
+    those that running ones have reached.
+
+    Args:
+        ended: output lengths, at least one, each at least 1.
+        running: output lengths so far.
+        longest: the most an output can have. Behind the longest one seen the mean hazard holds.
+    """
+    size = max(longest, *ended, *running, 1) + 1
+    ends = np.bincount(ended, minlength=size).astype(float)
+    left = ends + np.bincount(running, minlength=size)
+    at_risk = left[::-1].cumsum()[::-1]  # of ending at the t-th token: all that have reached it
+    exposure = sum(ended) + sum(running)
+    hazard = np.where(at_risk > 0, ends / np.maximum(at_risk, 1), len(ended) / max(1, exposure))
+    hazard[-1] = 1.0
+    chances = np.cumprod(1.0 - hazard)
+    return Survival(np.concatenate([[1.0], chances[1:]])[: size - 1], len(ended))
+
+
 class LengthWindow:
     """The lengths of the last finished sequences.
 
@@ -92,14 +131,17 @@ class LengthWindow:
 
     Args:
         size: sequences kept.
-    The flow is taken over the newer half of the window.
+        recent: the newest of them, which the hazard is fitted to; the flow is taken over half as
+            many.
     """
 
-    def __init__(self, *, size: int = 500) -> None:
+    def __init__(self, *, size: int = 500, recent: int = 500) -> None:
         self._items: deque[Finished] = deque(maxlen=size)
-        self._generated: deque[int] = deque([0], maxlen=size // 2 + 1)
+        self._recent = recent
+        self._generated: deque[int] = deque([0], maxlen=recent // 2 + 1)
         self._num_generated = 0
         self.num_added = 0
+        self._first_complete = 0
 
     def __len__(self) -> int:
         return len(self._items)
@@ -109,10 +151,25 @@ class LengthWindow:
         """Oldest first. A live view."""
         return self._items
 
+    @property
+    def first_complete(self) -> int:
+        """Admission from which on every sequence that has ended is in the window: with those that
+        run, a cohort that is not chosen by how long they lasted.
+        """
+        return self._first_complete
+
+    @property
+    def recent(self) -> Sequence[Finished]:
+        """The newest, oldest first."""
+        skipped = max(0, len(self._items) - self._recent)
+        return list(islice(self._items, skipped, None))
+
     def add(self, finished: Iterable[Finished], num_decode_tokens: int = 0) -> None:
         """Take in a step: the sequences that ended in it, and its decode tokens."""
         self._num_generated += num_decode_tokens
         for item in finished:
+            if len(self._items) == self._items.maxlen:
+                self._first_complete = max(self._first_complete, self._items[0].admission + 1)
             self._items.append(item)
             self._generated.append(self._num_generated)
             self.num_added += 1

@@ -25,12 +25,11 @@ from schedulers.waiting import Waiting
 
 
 class LoopSequence(Protocol):
-    """A `SequenceView` as the loop moves it: it writes `num_computed_tokens` and
-    `num_suspensions`.
-    """
+    """A `SequenceView` as the loop moves it: it writes the three numbers."""
 
     num_computed_tokens: int
     num_suspensions: int
+    admission: int
 
     @property
     def seq_id(self) -> SeqId: ...
@@ -95,6 +94,7 @@ class Loop(Generic[S]):
         self.waiting: Waiting[S] = Waiting()
         self.running: dict[SeqId, S] = {}
         self._on_admit = on_admit
+        self._num_admitted = 0
 
     @property
     def has_work(self) -> bool:
@@ -158,6 +158,9 @@ class Loop(Generic[S]):
         self.waiting.admit(seq)
         num_cached = self.blocks.open(seq.seq_id, seq.token_ids)
         seq.num_computed_tokens = num_cached
+        if seq.admission < 0:
+            seq.admission = self._num_admitted
+            self._num_admitted += 1
         self.running[seq.seq_id] = seq
         self._on_admit(seq, num_cached)
 

@@ -7,13 +7,16 @@ The paper's two forms assume geometric outputs and a threshold; they are kept fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import log, sqrt
 from statistics import NormalDist
 from typing import Literal, NamedTuple
 
-from schedulers.lengths import LengthWindow
+import numpy as np
+
+from schedulers.lengths import LengthWindow, survival
 from schedulers.view import Finished
 
 
@@ -108,18 +111,21 @@ class ResidentMoments(NamedTuple):
         mean_tokens: per holder.
         std_tokens: standard deviation between holders.
         skewness: third standardised moment, dimensionless.
+        error_tokens: standard error of the mean, as it is itself an estimate.
     """
 
     mean_tokens: float
     std_tokens: float
     skewness: float = 0.0
+    error_tokens: float = 0.0
 
 
 def resident_moments(lengths: Iterable[Finished], block_size: int) -> ResidentMoments:
     """Moments of L + A under continuous refilling, for any output law (A5, distribution-free form).
 
     L is the prompt length; A the tokens generated so far by a holder seen at a random instant
-    (length-biased): E A^j = E O^(j+1) / ((j+1) E O). Half a block is added for rounding.
+    (length-biased): E A^j = E O^(j+1) / ((j+1) E O). Half a block is added for rounding. The mean
+    is a ratio of two sums; its standard error is the delta method's.
     """
     pairs = [(item.num_prompt_tokens, max(1, item.num_output_tokens)) for item in lengths]
     # Holders are seen in proportion to how long they stay: prompts are weighted by output length,
@@ -130,7 +136,49 @@ def resident_moments(lengths: Iterable[Finished], block_size: int) -> ResidentMo
     variance = max(0.0, raw[1] - mean**2)
     third = raw[2] - 3 * mean * raw[1] + 2 * mean**3
     skewness = third / variance**1.5 if variance > 1e-9 else 0.0
-    return ResidentMoments(mean + block_size / 2, sqrt(variance), skewness)
+    off = sum((_age_moment(pair, 1) - mean * pair[1]) ** 2 for pair in pairs)
+    return ResidentMoments(mean + block_size / 2, sqrt(variance), skewness, sqrt(off) / weight)
+
+
+class Running(NamedTuple):
+    """A holder: its prompt, what it has generated, the most that it may, and its admission."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    max_output_tokens: int
+    admission: int
+
+
+def cohort_moments(
+    ended: Sequence[Finished], running: Sequence[Running], block_size: int
+) -> ResidentMoments:
+    """The same of a cohort of which some still run: neither the ended ones alone, of which the
+    short are too many while lengths change, nor the running ones, of which the long are.
+
+    Ages by the Kaplan-Meier estimate of output lengths; prompts of those that are resident, and of
+    the ended ones by how long they stayed. Both are taken as independent.
+    """
+    longest = max((item.max_output_tokens for item in running), default=1)
+    outputs = [max(1, item.num_output_tokens) for item in ended]
+    known = survival(outputs, [item.num_output_tokens for item in running], longest)
+    # E A^j = E O^(j + 1) / ((j + 1) E O); the central moments of L and A add up.
+    mean_output = known.moment(0)
+    age, age2, age3 = (known.moment(power) / mean_output for power in (1, 2, 3))
+    prompts = np.array([item.num_prompt_tokens for item in (*ended, *running)], float)
+    stays = np.array([*outputs, *(max(1, item.num_output_tokens) for item in running)], float)
+    prompt = float(np.average(prompts, weights=stays))
+    off = prompts - prompt
+    variance = float(np.average(off**2, weights=stays)) + max(0.0, age2 - age**2)
+    third = float(np.average(off**3, weights=stays)) + age3 - 3 * age * age2 + 2 * age**3
+    # Of E A as a ratio of two sums over the ended ones, whose own moments are E O^j.
+    spread = max(0.0, known.moment(3) - 3 * age * known.moment(2) + 2 * age**2 * known.moment(1))
+    error = sqrt(spread / known.num_ended) / mean_output
+    return ResidentMoments(
+        prompt + age + block_size / 2,
+        sqrt(variance),
+        third / variance**1.5 if variance > 1e-9 else 0.0,
+        error,
+    )
 
 
 def _age_moment(pair: tuple[int, int], power: int) -> float:
@@ -142,16 +190,26 @@ def _age_moment(pair: tuple[int, int], power: int) -> float:
 def safe_batch_size(
     capacity_tokens: int, moments: ResidentMoments, overflow_probability: float
 ) -> int:
-    """Largest N with N m + z s sqrt(N) + s g (z^2 - 1) / 6 <= C: N holders overflow with at most
-    the given probability.
+    """Largest N with N m + z sqrt(N s^2 + N^2 e^2) + s g (z^2 - 1) / 6 <= C: N holders overflow
+    with at most the given probability.
 
-    z is the normal quantile and g the skewness: for sums of holders, Cornish and Fisher's first
-    correction of the central limit theorem, which matters while N is small. Never below 1.
+    z is the normal quantile, g the skewness and e the standard error of m: for sums of holders,
+    Cornish and Fisher's first correction of the central limit theorem, which matters while N is
+    small; e matters when N is large, as chance averages out over holders and a wrong mean does not.
+    Never below 1.
     """
     z = NormalDist().inv_cdf(1.0 - overflow_probability)
-    mean, slack = moments.mean_tokens, z * moments.std_tokens
-    skewed = moments.std_tokens * max(0.0, moments.skewness) * max(0.0, z * z - 1.0) / 6.0
-    return _largest(capacity_tokens - skewed, mean, slack)
+    mean, std, skewness, error = moments
+    skewed = std * max(0.0, skewness) * max(0.0, z * z - 1.0) / 6.0
+
+    def needed(holders: int) -> float:
+        return holders * mean + z * sqrt(holders * std**2 + (holders * error) ** 2) + skewed
+
+    low, high = 1, max(2, int(capacity_tokens / mean) + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if needed(middle) <= capacity_tokens else (low, middle)
+    return low
 
 
 def _largest(capacity: float, mean: float, slack: float) -> int:
@@ -236,6 +294,11 @@ class Geometric(NamedTuple):
     mean_prompt_tokens: float
 
 
+PATIENCE = 6
+"""Computations of N in a row that must allow an increase: holders can be added at once and not
+taken back, so that they would follow the highest of the estimates and not their mean."""
+
+
 class BatchSizer:
     """Memory-safe number of holders, from a window of finished lengths.
 
@@ -269,6 +332,7 @@ class BatchSizer:
         self._lengths = lengths
         self._min_samples = min_samples
         self._update_every = update_every
+        self._latest: deque[int] = deque(maxlen=PATIENCE)
         self._known: Sizing | None = None
         self._known_for = (-1, -1)
 
@@ -277,11 +341,13 @@ class BatchSizer:
         capacity_tokens: int,
         longest_ends: Iterable[int],
         block_size: int,
+        running: Iterable[Running],
         geometric: Callable[[], Geometric],
     ) -> Sizing:
         """Safe N for KV memory of `capacity_tokens`.
 
-        `longest_ends` is consulted before samples exist, `geometric` for the paper's forms.
+        `longest_ends` is consulted before samples exist, `running` when N is computed anew,
+        `geometric` for the paper's forms.
         """
         if len(self._lengths) < self._min_samples:
             ends = list(longest_ends)
@@ -291,23 +357,19 @@ class BatchSizer:
         key = (self._lengths.num_added // self._update_every, capacity_tokens)
         if self._known is None or key != self._known_for:
             self._known_for = key
-            self._known = self._compute(capacity_tokens, block_size, geometric())
+            self._known = self._compute(capacity_tokens, block_size, running, geometric())
         return self._known
 
-    def _unbiased(self) -> list[Finished]:
-        """The window, with outputs stretched to the mean that their flow says: after a start or a
-        shift the short ones are seen first, and would make N too large.
-        """
-        items = self._lengths.items
-        seen = sum(max(1, item.num_output_tokens) for item in items) / len(items)
-        stretch = max(1.0, self._lengths.flow_mean_output_tokens / seen)
-        return [
-            Finished(item.num_prompt_tokens, round(stretch * max(1, item.num_output_tokens)))
-            for item in items
-        ]
-
-    def _compute(self, capacity_tokens: int, block_size: int, law: Geometric) -> Sizing:
-        moments = resident_moments(self._unbiased(), block_size)
+    def _compute(
+        self, capacity_tokens: int, block_size: int, running: Iterable[Running], law: Geometric
+    ) -> Sizing:
+        first = self._lengths.first_complete
+        ended = [item for item in self._lengths.items if item.admission >= first]
+        moments = cohort_moments(
+            ended or self._lengths.items,
+            [item for item in running if item.admission >= first],
+            block_size,
+        )
         eps = self.overflow_probability
         arguments = {**law._asdict(), "overflow_probability": eps}
         by_form: dict[SizingForm, int] = {
@@ -315,9 +377,10 @@ class BatchSizer:
             "paper": paper_batch_size(capacity_tokens, **arguments),
             "paper_sigma": paper_sigma_batch_size(capacity_tokens, **arguments),
         }
+        self._latest.append(by_form[self._form])
         return Sizing(
             form=self._form,
-            holders=by_form[self._form],
+            holders=min(self._latest),
             moments=moments,
             paper=by_form["paper"],
             paper_sigma=by_form["paper_sigma"],

@@ -40,6 +40,11 @@ class SequenceView(Protocol):
         ...
 
     @property
+    def admission(self) -> int:
+        """Serial number of its first admission; -1 before."""
+        ...
+
+    @property
     def max_total_tokens(self) -> int:
         """The most tokens the sequence can ever have: prompt and the longest allowed completion."""
         ...
@@ -145,10 +150,15 @@ class Plan:
 
 
 class Finished(NamedTuple):
-    """Lengths of a sequence that ended."""
+    """Lengths of a sequence that ended, and when it was first admitted.
+
+    Attributes:
+        admission: see `SequenceView`.
+    """
 
     num_prompt_tokens: int
     num_output_tokens: int
+    admission: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

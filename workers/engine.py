@@ -190,7 +190,9 @@ class Engine:
             try:
                 seq.coroutine.send(None)
             except StopIteration as end:
-                finished.append(Finished(seq.num_prompt_tokens, seq.num_output_tokens))
+                finished.append(
+                    Finished(seq.num_prompt_tokens, seq.num_output_tokens, seq.admission)
+                )
                 self._complete(seq, end.value)
         self._expire()
         return finished

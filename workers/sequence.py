@@ -66,6 +66,7 @@ class Sequence:
     """State of one sample of one request. Satisfies `schedulers.view.SequenceView`."""
 
     __slots__ = (
+        "admission",
         "arrived_s",
         "coroutine",
         "eos_token_ids",
@@ -122,6 +123,7 @@ class Sequence:
         self.stop_string: str | None = None
         self.logprobs: list[Sampled] = []
         self.num_suspensions = 0
+        self.admission = -1
         self.arrived_s = arrived_s
         self.started_s: float | None = None
         self.error: str | None = None

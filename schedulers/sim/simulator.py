@@ -47,6 +47,7 @@ class SimSequence:
     """A sequence without tokens: only how many there are, and how many there will be."""
 
     __slots__ = (
+        "admission",
         "max_total_tokens",
         "num_computed_tokens",
         "num_end_tokens",
@@ -65,6 +66,7 @@ class SimSequence:
         self.max_total_tokens = request.num_prompt_tokens + request.max_output_tokens
         self.num_computed_tokens = 0
         self.num_suspensions = 0
+        self.admission = -1
 
 
 class SimStep(NamedTuple):
@@ -240,7 +242,7 @@ class Simulator:
             seq.num_tokens += 1
             if seq.num_tokens >= seq.num_end_tokens:
                 prompt = seq.num_prompt_tokens
-                finished.append(Finished(prompt, seq.num_tokens - prompt))
+                finished.append(Finished(prompt, seq.num_tokens - prompt, seq.admission))
                 loop.release(seq)
         return finished
 

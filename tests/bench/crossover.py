@@ -3,7 +3,7 @@
     python -m tests.bench.crossover --json FILE [--quick] [--rounds N]
 
 The paper's table scaled down to SmolLM2-135M in bfloat16 on this machine: its three length mixes at
-an eighth of the tokens, three concurrencies, a shift of lengths and one of concurrency. Prompts are
+about an eighth of the tokens, three concurrencies, a shift of lengths and one of concurrency. Prompts are
 real text; outputs are geometric, and end by a token that no policy can foresee. First the step
 costs of the machine are measured as `flows calibrate` does, and every policy is given them. All
 steps of all runs then make one cost model, and each setting is simulated with it: the simulator
@@ -48,8 +48,8 @@ MODEL = "smollm2"
 DTYPE = "bfloat16"
 POLICIES = ("exclusive", "mixed", "hybrid")
 BOUND = EngineOptions().overflow_probability
-MIXES = {"decode-heavy": (16, 128), "balanced": (64, 64), "prefill-heavy": (128, 16)}
-CONCURRENCY = {4: 16, 32: 96, 128: 320}
+MIXES = {"decode-heavy": (16, 96), "balanced": (64, 48), "prefill-heavy": (128, 16)}
+CONCURRENCY = {4: 12, 16: 48, 64: 128}
 """Requests in flight, and how many there are in all."""
 
 
@@ -64,15 +64,15 @@ def traffics(*, quick: bool) -> Iterator[Traffic]:
         )
         return Stage(requests, concurrency)
 
-    concurrency = {8: 16, 64: 96} if quick else CONCURRENCY
+    concurrency = {4: 8, 32: 32} if quick else CONCURRENCY
     for mix, lengths in MIXES.items():
         for in_flight, count in concurrency.items():
             yield Traffic(f"{mix}, {in_flight}", [stage(lengths, count, in_flight)])
     order = ("prefill-heavy", "balanced", "decode-heavy")
-    count = 48 if quick else 200
-    yield Traffic("lengths shift", [stage(MIXES[mix], count, 128) for mix in order])
-    few, many = (8, 96) if quick else (16, 384)
-    parts = ((few, 4), (many, 128), (few, 4))
+    count = 32 if quick else 80
+    yield Traffic("lengths shift", [stage(MIXES[mix], count, 64) for mix in order])
+    few, many = (4, 64) if quick else (8, 160)
+    parts = ((few, 4), (many, 64), (few, 4))
     yield Traffic("concurrency shift", [stage(MIXES["balanced"], n, c) for n, c in parts])
 
 
@@ -208,9 +208,9 @@ class Model:
     @classmethod
     def of(cls, runs: Sequence[Run]) -> Model:
         steps = [step for index, run in enumerate(runs) for step in recorded(run, index)]
-        cost = fit_step_cost(step_samples(steps))
-        assert cost is not None
-        return cls(cost=cost, schedule=fit_schedule_cost(steps))
+        fitted = fit_step_cost(step_samples(steps))
+        assert fitted is not None
+        return cls(cost=fitted.cost, schedule=fit_schedule_cost(steps))
 
 
 def simulated_s(

@@ -17,6 +17,7 @@ class Seq:
     num_tokens: int = 8
     num_computed_tokens: int = 0
     max_total_tokens: int = 16
+    admission: int = -1
 
 
 def decoding(seq_id: int) -> Seq:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from schedulers.lengths import Hazard, LengthWindow, fit_hazard, phase_slope
+from schedulers.lengths import Hazard, LengthWindow, fit_hazard, phase_slope, survival
 from schedulers.view import Finished
 
 
@@ -107,3 +107,30 @@ def test_the_hazard_of_holders_of_all_ages_rises_less_than_that_of_one(low: int)
 
 def test_a_constant_hazard_has_no_slope() -> None:
     assert phase_slope(Hazard(0.01, 0.0), [3, 100, 7]) == 0.0
+
+
+@pytest.mark.parametrize("mean", [5, 60])
+def test_survival_of_ended_outputs_is_their_share(mean: int) -> None:
+    rng = random.Random(9)
+    outputs = [1 + int(rng.expovariate(1 / mean)) for _ in range(500)]
+    found = survival(outputs, [], max(outputs))
+    for t in range(max(outputs)):
+        share = sum(out > t for out in outputs) / len(outputs)
+        assert found.chances[t] == pytest.approx(share)
+    assert found.moment(0) == pytest.approx(sum(outputs) / len(outputs))
+    second = sum(out * out for out in outputs) / len(outputs)
+    assert found.moment(1) == pytest.approx(second / 2)
+
+
+def test_survival_with_running_outputs_is_that_of_the_law() -> None:
+    """Each output is seen for a random while: those cut short count for as long as they were
+    seen.
+    """
+    rng = random.Random(10)
+    outputs = [1 + int(rng.expovariate(1 / 50)) for _ in range(20000)]
+    seen = [rng.randint(1, 200) for _ in outputs]
+    ended = [out for out, until in zip(outputs, seen, strict=True) if out <= until]
+    running = [until for out, until in zip(outputs, seen, strict=True) if out > until]
+    found = survival(ended, running, 800)
+    assert sum(ended) / len(ended) < 45
+    assert found.moment(0) == pytest.approx(sum(outputs) / len(outputs), rel=0.03)

@@ -16,6 +16,8 @@ from schedulers.memory import (
     Geometric,
     ModelFootprint,
     NotEnoughMemory,
+    Running,
+    cohort_moments,
     paper_batch_size,
     paper_sigma_batch_size,
     plan_memory,
@@ -182,10 +184,10 @@ def geometric() -> Geometric:
 def test_before_samples_exist_the_longest_ends_count() -> None:
     window = LengthWindow()
     sizes = sizer(window)
-    first = sizes.size(1000, [100, 100], 0, geometric)
+    first = sizes.size(1000, [100, 100], 0, [], geometric)
     assert (first.form, first.holders) == ("longest", 10)
     window.add([Finished(10, 10)] * 3, 27)
-    then = sizes.size(1000, [100, 100], 0, geometric)
+    then = sizes.size(1000, [100, 100], 0, [], geometric)
     assert then.form == "moments"
     assert then.holders > 50
     assert then.paper is not None
@@ -196,19 +198,56 @@ def test_before_samples_exist_the_longest_ends_count() -> None:
 def test_the_papers_forms_can_be_chosen(form: Any) -> None:
     window = LengthWindow()
     window.add([Finished(10, 10)] * 40, 360)
-    found = sizer(window, form=form).size(4000, [], 0, geometric)
+    found = sizer(window, form=form).size(4000, [], 0, [], geometric)
     assert found.form == form
     assert found.holders == getattr(found, form)
 
 
-def test_while_only_the_short_ones_have_finished_the_batch_does_not_grow() -> None:
-    """30 short completions beside long ones that still run: the flow knows."""
+@pytest.mark.parametrize("law", LAWS)
+def test_a_cohort_that_still_runs_in_part_has_the_moments_of_all(law: str) -> None:
+    """Slots that started together, looked at after 40 tokens: the ended ones alone are too short,
+    and with the running ones the moments are those of the law, or safe where its tail was not seen.
+    """
+    rng = random.Random(law)
+    lengths = lengths_of(law, 4000, rng)
+    exact = resident_moments(lengths, block_size=0)
+    seen_for = 80 if law == "geometric" else 101
+    ended = [item for item in lengths if item.num_output_tokens <= seen_for]
+    running = [
+        Running(item.num_prompt_tokens, seen_for, 400, 0)
+        for item in lengths
+        if item.num_output_tokens > seen_for
+    ]
+    found = cohort_moments(ended, running, block_size=0)
+    assert found.mean_tokens == pytest.approx(exact.mean_tokens, rel=0.06)
+    assert found.std_tokens == pytest.approx(exact.std_tokens, rel=0.12)
+    if running:
+        assert resident_moments(ended, 0).mean_tokens < 0.9 * exact.mean_tokens
+
+
+def test_the_error_of_the_mean_is_that_of_repeated_samples() -> None:
+    rng = random.Random(4)
+    means, errors = [], []
+    for _ in range(200):
+        found = cohort_moments(lengths_of("geometric", 300, rng), [], block_size=0)
+        means.append(found.mean_tokens)
+        errors.append(found.error_tokens)
+    assert float(np.mean(errors)) == pytest.approx(float(np.std(means)), rel=0.25)
+
+
+def test_a_larger_batch_is_believed_only_after_a_while() -> None:
+    """Holders cannot be taken back: N follows the least of the latest computations."""
     window = LengthWindow()
-    window.add([Finished(10, 5)] * 30, 30 * 200)
-    stretched = sizer(window).size(10_000, [], 0, geometric).holders
-    steady = LengthWindow()
-    steady.add([Finished(10, 5)] * 30, 30 * 4)
-    assert stretched < 0.2 * sizer(steady).size(10_000, [], 0, geometric).holders
+    sizes = sizer(window, update_every=10)
+    window.add([Finished(10, 100)] * 20)
+    before = sizes.size(10_000, [], 0, [], geometric).holders
+    grown = []
+    for _ in range(200):
+        window.add([Finished(10, 5)] * 10)
+        grown.append(sizes.size(10_000, [], 0, [], geometric).holders)
+    assert grown[0] == before
+    assert sorted(grown) == grown
+    assert grown[-1] > 3 * before
 
 
 @pytest.mark.parametrize("bound", [0.0, 1.0])
