@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.dataset as pads
 
 from flows.errors import SpecError
+from schedulers.cost import StepCost
 from schedulers.sim.arrivals import SimRequest
 from schedulers.sim.recorded import RecordedStep
 from storage.errors import InputError
@@ -27,6 +28,7 @@ from storage.objects import ObjectStore
 from storage.parts import CHECKPOINTS, Parts, parts_folder
 from storage.record import JobRecord
 from storage.results import computed_fields
+from storage.telemetry import COEFFICIENTS
 from storage.views import open_views
 
 GENERATED = ("ok", "invalid_output")
@@ -41,6 +43,10 @@ _STEPS = """
 _POOL = """
     SELECT block_size, num_blocks FROM memory_plan
     WHERE block_size > 0 AND num_blocks > 0 ORDER BY run_id DESC, step DESC LIMIT 1
+"""
+_CALIBRATED = """
+    SELECT alpha_p, beta_p, alpha_d, beta_d, alpha_mb, mix_a, mix_b, mix_c, gamma, alpha_switch
+    FROM costs WHERE source = 'calibration' ORDER BY run_id DESC, step LIMIT 1
 """
 
 
@@ -75,6 +81,7 @@ class Recording:
         num_rows: rows that the samples are of.
         steps: of all runs.
         pool: None: no run has told of its memory.
+        calibrated: what the policy knew of step costs at the start; None: nothing.
     """
 
     url: str
@@ -83,6 +90,7 @@ class Recording:
     num_rows: int
     steps: tuple[RecordedStep, ...]
     pool: Pool | None
+    calibrated: StepCost | None = None
 
     @property
     def engine(self) -> Mapping[str, Any]:
@@ -127,6 +135,7 @@ def read_recording(url: str) -> Recording:
     with closing(open_views(store)) as con:
         steps = tuple(RecordedStep(*row) for row in con.execute(_STEPS).fetchall())
         pool = _pool(con)
+        calibrated = _calibrated(con)
     rows = [row for row in _rows(store, record) if _is_generated(row)]
     if not rows:
         raise SpecError(
@@ -134,8 +143,19 @@ def read_recording(url: str) -> Recording:
         )
     samples = tuple(samples_of(rows, record.spec, pool))
     return Recording(
-        url=url, record=record, samples=samples, num_rows=len(rows), steps=steps, pool=pool
+        url=url,
+        record=record,
+        samples=samples,
+        num_rows=len(rows),
+        steps=steps,
+        pool=pool,
+        calibrated=calibrated,
     )
+
+
+def _calibrated(con: duckdb.DuckDBPyConnection) -> StepCost | None:
+    found = con.execute(_CALIBRATED).fetchone()
+    return None if found is None else StepCost(**dict(zip(COEFFICIENTS, found, strict=True)))
 
 
 def _pool(con: duckdb.DuckDBPyConnection) -> Pool | None:

@@ -30,6 +30,7 @@ from schedulers.sim.hardware import HARDWARE
 from schedulers.sim.recorded import (
     fit_schedule_cost,
     fit_step_cost,
+    samples_like,
     span_s,
     step_samples,
     with_shared_context,
@@ -333,7 +334,14 @@ def _replay_costs(options: SimulateOptions, recording: Recording) -> Costs:
         )
     source = f"the job's own steps, which took {fit.scale:.3f} times a robust fit to them"
     schedule = schedule._replace(fixed_s=schedule.fixed_s + fit.rest_s)
-    return Costs(source, with_shared_context(fit.cost, shared), schedule, scale=fit.scale)
+    known = recording.calibrated
+    return Costs(
+        source,
+        with_shared_context(fit.cost, shared),
+        schedule,
+        calibration=() if known is None else samples_like(known),
+        scale=fit.scale,
+    )
 
 
 def stored_calibration(recording: Recording) -> Calibration:

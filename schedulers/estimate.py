@@ -8,15 +8,13 @@ Source: `exclusive_batching.md` A3, A5 and A7.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict
-from statistics import fmean
 from typing import NamedTuple
 
 from schedulers.cost import CostFit, StepCost, StepKind, StepSample
 from schedulers.crossover import (
     Crossover,
-    Lengths,
     RequestCost,
     crossover,
     crossover_holders,
@@ -26,54 +24,16 @@ from schedulers.crossover import (
     switch_cost,
 )
 from schedulers.events import CostModel, MemorySizing, PolicyEvent
-from schedulers.lengths import Hazard, LengthWindow, fit_hazard, phase_slope
-from schedulers.memory import (
-    BatchSizer,
-    Geometric,
-    Running,
-    Sizing,
-    SizingForm,
-    resident_moments,
-)
+from schedulers.lengths import LengthWindow
+from schedulers.memory import BatchSizer, Geometric, Sizing, SizingForm
 from schedulers.view import Budget, Outcome, View
-
-
-class Workload(NamedTuple):
-    """Lengths at hand: of the last finished sequences, or assumed before there are enough.
-
-    Attributes:
-        hazard: fitted to the outputs of finished sequences.
-        mean_output_tokens: by flow (see `LengthWindow`).
-        context_tokens: positions that a decode token reads on average.
-        phase_slope: how the hazard of the holders rises in a decode phase, per token.
-        num_samples: finished sequences behind it; 0: assumed.
-    """
-
-    hazard: Hazard
-    mean_prompt_tokens: float
-    mean_output_tokens: float
-    context_tokens: float
-    phase_slope: float
-    num_samples: int
-
-    @property
-    def lengths(self) -> Lengths:
-        return Lengths(self.mean_prompt_tokens, self.mean_output_tokens, self.context_tokens)
-
-    @property
-    def phase_hazard(self) -> float:
-        """Chance that a holder ends at its next token: holders have all ages, so whatever the law
-        of outputs it is 1 / mu_O.
-        """
-        return min(1.0, 1.0 / max(1.0, self.mean_output_tokens))
-
-
-class Present(NamedTuple):
-    """What is in the system, as far as it is known: prompts, and the most that may be generated."""
-
-    num_seqs: int
-    mean_prompt_tokens: float
-    mean_allowed_tokens: float
+from schedulers.workload import (
+    Present,
+    Workload,
+    assumed_workload,
+    holders_of,
+    measured_workload,
+)
 
 
 class Threshold(NamedTuple):
@@ -113,13 +73,6 @@ SIZING_WINDOW = 1000
 output needs more of them than the rest does."""
 UNKNOWN_CROSSOVER = Crossover(0.0, 0.0, RequestCost(0.0, 0.0), RequestCost(0.0, 0.0))
 """Before costs are known."""
-
-
-def _running(view: View) -> Iterator[Running]:
-    for seq in view.running:
-        prompt = seq.num_prompt_tokens
-        most = seq.max_total_tokens - prompt
-        yield Running(prompt, seq.num_tokens - prompt, most, seq.admission)
 
 
 class Estimator:
@@ -191,17 +144,9 @@ class Estimator:
         first = self._present is None
         if not first and not self.is_due:
             return
-        present = [*view.running, *view.waiting]
-        if present:
-            self._present = Present(
-                num_seqs=len(present),
-                mean_prompt_tokens=fmean(seq.num_prompt_tokens for seq in present),
-                mean_allowed_tokens=fmean(
-                    seq.max_total_tokens - seq.num_prompt_tokens for seq in present
-                ),
-            )
-            if first:
-                self._workload = None
+        self._present = Present.of(view) or self._present
+        if first:
+            self._workload = None
 
     def take_events(self) -> tuple[PolicyEvent, ...]:
         """What was computed since the last call."""
@@ -244,7 +189,10 @@ class Estimator:
     def update(self) -> None:
         """Compute lengths, costs and thresholds anew."""
         self._updated_at = self.lengths.num_added
-        self._workload = self._measured_workload() or self._assumed_workload()
+        if len(self.lengths) < self._min_samples:
+            self._workload = assumed_workload(self._present, self._cold_mean_output_tokens)
+        else:
+            self._workload = measured_workload(self.lengths, self._present)
         self._refit()
 
     def _refit(self) -> None:
@@ -267,42 +215,6 @@ class Estimator:
             )
         )
 
-    def _measured_workload(self) -> Workload | None:
-        items = self.lengths.recent
-        if len(items) < self._min_samples:
-            return None
-        outputs = [max(1, item.num_output_tokens) for item in items]
-        hazard = fit_hazard(outputs)
-        prompt = fmean(item.num_prompt_tokens for item in items)
-        output = self.lengths.flow_mean_output_tokens
-        if self._present is not None:
-            # The longest are admitted first: those that finished are not like those to come.
-            if self._present.num_seqs >= self._min_samples:
-                prompt = self._present.mean_prompt_tokens
-            output = min(output, self._present.mean_allowed_tokens)
-        return Workload(
-            hazard=hazard,
-            mean_prompt_tokens=prompt,
-            mean_output_tokens=max(1.0, output),
-            context_tokens=resident_moments(items, 0).mean_tokens,
-            phase_slope=phase_slope(hazard, outputs),
-            num_samples=len(items),
-        )
-
-    def _assumed_workload(self) -> Workload:
-        prompt = output = self._cold_mean_output_tokens
-        if self._present is not None:
-            prompt = self._present.mean_prompt_tokens
-            output = max(1.0, min(output, self._present.mean_allowed_tokens))
-        return Workload(
-            Hazard(1.0 / output, 0.0),
-            prompt,
-            output,
-            prompt + output,
-            phase_slope=0.0,
-            num_samples=0,
-        )
-
     # -- what follows --
 
     def max_holders(self, view: View, budget: Budget) -> int:
@@ -312,7 +224,7 @@ class Estimator:
         ends = (seq.max_total_tokens for group in (view.running, view.waiting) for seq in group)
         capacity_tokens = view.num_blocks * view.block_size
         sizing = self.sizer.size(
-            capacity_tokens, ends, view.block_size, _running(view), self._geometric
+            capacity_tokens, ends, view.block_size, holders_of(view), self._geometric
         )
         holders = min(budget.max_seqs, sizing.holders)
         if self._is_news(sizing, holders):

@@ -206,6 +206,21 @@ def _line(
     return fixed, slope
 
 
+# -- a calibration --
+
+
+def samples_like(cost: StepCost) -> tuple[StepSample, ...]:
+    """Steps of many sizes at what `cost` says: stands for the calibration that it was fitted to."""
+    chunks, singles = (16, 64, 256, 1024), (1, 4, 16, 64, 256)
+    sizes = [(tokens, 0) for tokens in chunks] + [(0, seqs) for seqs in singles]
+    sizes += [(tokens, seqs) for tokens in chunks for seqs in singles]
+    return tuple(
+        StepSample(tokens, seqs, seqs * context, cost.step_s(tokens, seqs, seqs * context))
+        for tokens, seqs in sizes
+        for context in ((32, 512) if seqs else (0,))
+    )
+
+
 # -- shared prompts --
 
 

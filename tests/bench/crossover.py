@@ -3,11 +3,11 @@
     python -m tests.bench.crossover --json FILE [--quick] [--rounds N]
 
 The paper's table scaled down to SmolLM2-135M in bfloat16 on this machine: its three length mixes at
-about an eighth of the tokens, three concurrencies, a shift of lengths and one of concurrency. Prompts are
-real text; outputs are geometric, and end by a token that no policy can foresee. First the step
-costs of the machine are measured as `flows calibrate` does, and every policy is given them. All
-steps of all runs then make one cost model, and each setting is simulated with it: the simulator
-against reality.
+about an eighth of the tokens, three concurrencies, a shift of lengths and one of concurrency.
+Prompts are real text; outputs are geometric, and end by a token that no policy can foresee. First
+the step costs of the machine are measured as `flows calibrate` does, and every policy is given
+them. All steps of all runs then make one cost model, and each setting is simulated with it: the
+simulator against reality.
 """
 
 from __future__ import annotations

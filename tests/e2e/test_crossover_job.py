@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
+import pyarrow as pa
 import pytest
 
 from flows.calibration import hardware_of, store_calibration
@@ -19,7 +20,7 @@ from schedulers.calibration import calibrated
 from schedulers.cost import StepCost, StepSample
 from schedulers.events import EVENTS
 from storage.telemetry import TABLES
-from tests.e2e.cases import make_spec
+from tests.e2e.cases import make_spec, write_table
 from tests.e2e.jobs import fake_model
 from workers.backends.base import Batch
 
@@ -124,6 +125,41 @@ def test_a_calibration_is_found_used_and_kept_beside_the_refit(
     assert costs[-1]["source"] == "online"
     (first, *_) = rows(con, "SELECT * FROM crossover ORDER BY step")
     assert (first["trigger"], first["step"]) == ("calibrated", 1)
+
+
+SHIFTY = StepCost(
+    alpha_p=1e-3, beta_p=2e-5, alpha_d=1e-3, beta_d=4e-5, alpha_mb=1e-3,
+    mix_a=2e-5, mix_b=-4e-5, mix_c=1.6e-4,
+)  # fmt: skip
+"""Mixing saves while prompts are most of the tokens, and costs when outputs are."""
+
+
+def sleep_like_shifty(batch: Batch) -> None:
+    decode = sum(segment.is_decode for segment in batch.segments)
+    time.sleep(SHIFTY.step_s(batch.num_tokens - decode, decode))
+
+
+def test_a_shift_in_the_middle_can_be_pointed_at(tmp_path: Path) -> None:
+    """Long prompts, then short ones: the mode changes after the shift, and the page says when and
+    why.
+    """
+    texts = [" ".join(["water"] * 100)] * 500 + ["mill wheel"] * 900
+    source = write_table(tmp_path / "in.parquet", text=pa.array(texts))
+    engine = {"max_seqs": 16, "max_batch_tokens": 256}
+    spec = make_spec(tmp_path, input=source, sampling={"max_tokens": 60}, engine=engine)
+    model = fake_model(on_execute=sleep_like_shifty, mean_output_tokens=16)
+    summary = run_job(spec, model=model)
+    con = duckdb.connect(str(Path(spec.output) / "job.duckdb"), read_only=True)
+    changes = rows(con, "SELECT * FROM crossover WHERE mode_before <> mode_after ORDER BY step")
+    assert [change["mode_after"] for change in changes][-2:] == ["mixed", "exclusive"]
+    last = changes[-1]
+    assert last["decode_share"] > 0.5
+    finished = "SELECT sum(num_finished) AS n FROM steps WHERE step < ?"
+    (done,) = con.execute(finished, [last["step"]]).fetchone() or (0,)
+    assert 350 < done < 1200
+    page = Path(write_report(summary.output)).read_text()
+    for change in changes:
+        assert escape(change["reason"]) in page
 
 
 @pytest.mark.parametrize("policy", ["exclusive", "mixed"])

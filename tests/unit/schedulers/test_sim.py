@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from schedulers.cost import StepCost, StepSample
+from schedulers.cost import CostFit, StepCost, StepSample
 from schedulers.estimate import Estimator
 from schedulers.policies import POLICIES, make_policy
 from schedulers.sim.arrivals import AllAtOnce, ClosedLoop, SimRequest, Stage, geometric_requests
@@ -17,6 +17,7 @@ from schedulers.sim.recorded import (
     RecordedStep,
     fit_schedule_cost,
     fit_step_cost,
+    samples_like,
     span_s,
     step_samples,
     with_shared_context,
@@ -365,3 +366,16 @@ def test_a_shared_prompt_is_read_by_every_decode_token() -> None:
     for prefill, decode, context in ((5, 0, 0), (0, 4, 50), (6, 3, 40)):
         expected = cost.step_s(prefill, decode, context + 30 * decode)
         assert shifted.step_s(prefill, decode, context) == pytest.approx(expected)
+
+
+def test_samples_like_a_cost_are_fitted_to_it() -> None:
+    cost = StepCost(
+        alpha_p=4e-3, beta_p=5e-5, alpha_d=1e-2, beta_d=1e-4, alpha_mb=1.2e-2,
+        mix_a=6e-5, mix_b=2e-4, mix_c=1e-5, gamma=2e-7,
+    )  # fmt: skip
+    found = CostFit(samples_like(cost)).calibrated
+    assert found is not None
+    for prefill, decode in ((100, 0), (0, 30), (300, 60)):
+        context = 100 * decode
+        want = cost.step_s(prefill, decode, context)
+        assert found.step_s(prefill, decode, context) == pytest.approx(want, rel=0.03)
