@@ -154,11 +154,13 @@ class Finished(NamedTuple):
 
     Attributes:
         admission: see `SequenceView`.
+        num_cached_tokens: of the prompt, brought by shared blocks.
     """
 
     num_prompt_tokens: int
     num_output_tokens: int
     admission: int = 0
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

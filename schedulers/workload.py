@@ -17,6 +17,7 @@ class Workload(NamedTuple):
 
     Attributes:
         hazard: fitted to the outputs of finished sequences.
+        mean_prompt_tokens: that are computed; what shared prefixes bring is not.
         mean_output_tokens: by flow (see `LengthWindow`).
         context_tokens: positions that a decode token reads on average.
         phase_slope: how the hazard of the holders rises in a decode phase, per token.
@@ -72,12 +73,15 @@ def measured_workload(lengths: LengthWindow, present: Present | None) -> Workloa
     """From finished sequences, at least one, and from what is present.
 
     The longest are admitted first, so those that finished are not like those to come: when enough
-    are present, the prompts are theirs.
+    are present, the prompts are theirs. What shared prefixes bring is not computed: it is taken off
+    as the share that they brought to the finished ones.
     """
     items = lengths.recent
     outputs = [max(1, item.num_output_tokens) for item in items]
     hazard = fit_hazard(outputs)
     prompt = fmean(item.num_prompt_tokens for item in items)
+    cached = sum(item.num_cached_tokens for item in items)
+    shared = cached / sum(item.num_prompt_tokens for item in items)
     output = lengths.flow_mean_output_tokens
     if present is not None:
         output = min(output, present.mean_allowed_tokens)
@@ -85,7 +89,7 @@ def measured_workload(lengths: LengthWindow, present: Present | None) -> Workloa
             prompt = present.mean_prompt_tokens
     return Workload(
         hazard=hazard,
-        mean_prompt_tokens=prompt,
+        mean_prompt_tokens=max(1.0, prompt * (1.0 - shared)),
         mean_output_tokens=max(1.0, output),
         context_tokens=resident_moments(items, 0).mean_tokens,
         phase_slope=phase_slope(hazard, outputs),

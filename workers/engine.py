@@ -191,7 +191,12 @@ class Engine:
                 seq.coroutine.send(None)
             except StopIteration as end:
                 finished.append(
-                    Finished(seq.num_prompt_tokens, seq.num_output_tokens, seq.admission)
+                    Finished(
+                        seq.num_prompt_tokens,
+                        seq.num_output_tokens,
+                        seq.admission,
+                        seq.num_cached_tokens,
+                    )
                 )
                 self._complete(seq, end.value)
         self._expire()

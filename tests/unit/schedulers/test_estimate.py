@@ -10,7 +10,9 @@ from schedulers.cost import StepCost, StepSample
 from schedulers.crossover import refill_size
 from schedulers.estimate import Estimator
 from schedulers.events import CostModel
+from schedulers.lengths import LengthWindow
 from schedulers.view import Finished, Outcome
+from schedulers.workload import Present, measured_workload
 
 COST = StepCost(alpha_p=5e-3, beta_p=5e-5, alpha_d=1e-2, beta_d=1e-4, alpha_mb=1e-2, mix_a=6e-5)
 
@@ -95,3 +97,12 @@ def test_a_calibration_is_told_and_used_before_the_first_step() -> None:
     assert told.source == "calibration"
     assert estimator.cost is not None
     assert estimator.cost.alpha_d == pytest.approx(COST.alpha_d, rel=0.05)
+
+
+def test_what_shared_prefixes_bring_is_no_part_of_the_prompt() -> None:
+    """Prompts of 100 tokens of which 20 are computed for each row."""
+    window = LengthWindow()
+    window.add([Finished(100, 11, num_cached_tokens=80)] * 50, 500)
+    assert measured_workload(window, None).mean_prompt_tokens == pytest.approx(20)
+    present = Present(num_seqs=64, mean_prompt_tokens=200, mean_allowed_tokens=64)
+    assert measured_workload(window, present).mean_prompt_tokens == pytest.approx(40)
