@@ -187,6 +187,7 @@ def test_spec_is_the_form() -> None:
     assert fields["input"]["position"] == 0
     assert fields["max_error_rate"]["maximum"] == 1.0
     assert schema.definitions["EngineSpec"]["properties"]["policy"]["enum"] == [
+        "hybrid",
         "exclusive",
         "mixed",
     ]
