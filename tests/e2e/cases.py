@@ -6,7 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,9 +43,12 @@ def results(spec: JobSpec) -> list[dict[str, Any]]:
 
 
 def durable(output: Path) -> dict[str, dict[str, Any]]:
-    """Rows in result files and in checkpoint parts, by row id."""
-    files = [*output.glob("_checkpoints/*/*.parquet"), *output.glob("results/*.parquet")]
-    return {row["row_id"]: row for file in files for row in pq.read_table(file).to_pylist()}
+    """Rows in result files and in checkpoint parts, by row id. May be called while a run goes on."""
+    rows: dict[str, dict[str, Any]] = {}
+    for file in [*output.glob("_checkpoints/*/*.parquet"), *output.glob("results/*.parquet")]:
+        with suppress(FileNotFoundError):  # merged, or its shard committed, while we looked
+            rows |= {row["row_id"]: row for row in pq.read_table(file).to_pylist()}
+    return rows
 
 
 def statuses(spec: JobSpec) -> Counter[str]:
