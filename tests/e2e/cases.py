@@ -43,7 +43,7 @@ def results(spec: JobSpec) -> list[dict[str, Any]]:
 
 
 def durable(output: Path) -> dict[str, dict[str, Any]]:
-    """Rows in result files and in checkpoint parts, by row id. May be called while a run goes on."""
+    """Rows in result files and checkpoint parts, by row id. May be called while a run goes on."""
     rows: dict[str, dict[str, Any]] = {}
     for file in [*output.glob("_checkpoints/*/*.parquet"), *output.glob("results/*.parquet")]:
         with suppress(FileNotFoundError):  # merged, or its shard committed, while we looked
