@@ -206,8 +206,6 @@ class CostFit:
         self._min_samples = min_samples
         self._calibration = tuple(calibration)
         self._prior = _fit_all([_Weighted(s, 1.0) for s in self._calibration], MIN_CALIBRATED)
-        if self._prior is not None:
-            self._min_samples = MIN_CALIBRATED
         self._classes: dict[tuple[int, ...], deque[StepSample]] = {}
         self._drift: deque[float] = deque(maxlen=200)
         self._num: dict[StepKind, int] = dict.fromkeys(KINDS, 0)
@@ -253,12 +251,14 @@ class CostFit:
         """The cost at hand; None while prefill or decode steps are too few, here and in the
         calibration.
         """
+        if not self._classes:
+            return self._prior
         drift = float(np.median(self._drift)) if self._drift else 1.0
         samples = [_Weighted(sample, 1.0) for sample in self._own()]
         for sample in self._calibration:
             scaled = sample._replace(elapsed_s=sample.elapsed_s * drift)
             samples.append(_Weighted(scaled, CALIBRATED_WEIGHT))
-        return _fit_all(samples, self._min_samples)
+        return _fit_all(samples, MIN_CALIBRATED if self.has_calibration else self._min_samples)
 
     def _own(self) -> Iterable[StepSample]:
         return (sample for kept in self._classes.values() for sample in kept)

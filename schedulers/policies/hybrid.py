@@ -103,6 +103,8 @@ class Hybrid:
     def plan(self, view: View, budget: Budget) -> Plan:
         self._estimator.look(view)
         surge = self._note_demand(len(view.running) + len(view.waiting))
+        if view.input_exhausted and not view.waiting:
+            return self._policy(self.mode).plan(view, budget)  # nothing is left to decide
         while self._probes:
             plan = self._probe(view, budget)
             if plan is not None:

@@ -97,7 +97,7 @@ class SimResult:
         job_s: virtual seconds from the first step to the last completion.
         num_recomputed_tokens: tokens computed a second time after a suspension.
         num_overflow_steps: steps in which KV memory ran short.
-        last_finished_s: when each request ended, in order of completion.
+        finished_s: when each request ended, in order of completion.
     """
 
     job_s: float
@@ -135,7 +135,7 @@ class Simulator:
     Args:
         policy: as for an engine; owned by the simulator.
         config: sizes.
-        cost: seconds of a step, or any function of (prefill, decode, context tokens) -> seconds.
+        cost: seconds of a step.
         schedule: seconds beside it.
         on_step: told of every step.
     """
@@ -144,14 +144,13 @@ class Simulator:
         self,
         policy: Policy,
         config: SimConfig,
-        cost: StepCost | Callable[[int, int, int], float],
+        cost: StepCost,
         *,
         schedule: ScheduleCost | None = None,
         on_step: Callable[[SimStep], None] | None = None,
     ) -> None:
         self._config = config
-        self._step_s = cost.step_s if isinstance(cost, StepCost) else cost
-        self._alpha_switch = cost.alpha_switch if isinstance(cost, StepCost) else 0.0
+        self._cost = cost
         self._schedule = schedule or ScheduleCost()
         self._on_step = on_step
         blocks = BlockManager(config.num_blocks, config.block_size, share_prefixes=False)
@@ -229,7 +228,7 @@ class Simulator:
                 prefill += segment.num_tokens
         switches = (decode == 0) != self._was_prefill and (prefill == 0 or decode == 0)
         self._was_prefill = decode == 0
-        return self._step_s(prefill, decode, context) + self._alpha_switch / 2 * switches
+        return self._cost.step_s(prefill, decode, context) + self._cost.alpha_switch / 2 * switches
 
     def _resume(self, segments: list[Segment[SimSequence]]) -> list[Finished]:
         loop = self._loop
