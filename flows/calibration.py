@@ -37,7 +37,7 @@ def hardware_of(device: str) -> dict[str, str | int]:
     return {
         "device": kind,
         "processor": name,
-        "cores": _num_cores(),
+        "cores": num_cores(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "platform": f"{platform.system()} {platform.machine()}",
@@ -57,7 +57,7 @@ def processor_name() -> str:
     return f"{name} (family {family}, model {model})"
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
     """Cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1

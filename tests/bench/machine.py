@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import time
@@ -13,10 +12,11 @@ from pathlib import Path
 import psutil
 import torch
 
+from flows.calibration import num_cores, processor_name
+
 SHAPES = ((512, 1536, 576), (1024, 1024, 1024), (2048, 2048, 2048), (4096, 1024, 1024))
 """(m, n, k) of the products tried; the ceiling is the best of them."""
 
-CPU_KEYS = ("model name", "cpu family", "model")
 TELLING_FLAGS = (
     "avx2",
     "avx512f",
@@ -60,7 +60,7 @@ def measure_machine() -> Machine:
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
     flags = set(re.findall(r"\w+", (re.search(r"(?:flags|Features)\s*:(.+)", text) or [""])[0]))
     return Machine(
-        cpu=cpu_name(text),
+        cpu=processor_name(),
         cores=num_cores(),
         threads=torch.get_num_threads(),
         flags=tuple(flag for flag in TELLING_FLAGS if flag in flags),
@@ -74,21 +74,6 @@ def measure_machine() -> Machine:
             copy_bytes_per_s=copy_rate(),
         ),
     )
-
-
-def cpu_name(cpuinfo: str) -> str:
-    """The model's name, with family and model number where a virtual machine hides it."""
-    found = (re.search(rf"^{key}\s*:\s*(.+)$", cpuinfo, re.MULTILINE) for key in CPU_KEYS)
-    name, family, model = (match[1].strip() if match else "" for match in found)
-    if not name:
-        return platform.processor() or platform.machine()
-    return f"{name} (family {family}, model {model})"
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def matrix_rate(dtype: torch.dtype, *, seconds: float = 0.4) -> float:

@@ -20,6 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from flows.calibration import num_cores
 from schedulers.estimate import Estimator
 from schedulers.policies import make_policy
 from schedulers.sim.arrivals import ClosedLoop, SimRequest, Stage, geometric_requests
@@ -27,7 +28,6 @@ from schedulers.sim.hardware import HARDWARE
 from schedulers.sim.simulator import SimConfig, SimResult, Simulator
 from schedulers.view import Budget
 from tests.bench.common import Check, arguments, show_checks, write_report
-from tests.bench.machine import num_cores
 
 POLICIES = ("exclusive", "mixed", "hybrid")
 FLOOR = "exclusive, theta 0.7"
