@@ -117,7 +117,7 @@ class Estimator:
         self._updated_at = 0
         self._last_kind: StepKind | None = None
         self._present: Present | None = None
-        self._workload: Workload | None = None
+        self.workload: Workload = assumed_workload(None, cold_mean_output_tokens)
         self._cost = self.costs.calibrated
         self._thresholds: dict[tuple[int, int], Threshold] = {}
         self._sizing: tuple[Sizing, int] | None = None
@@ -125,7 +125,7 @@ class Estimator:
         self._num_overflows = 0
         self._events: list[PolicyEvent] = []
         if self._cost is not None:
-            self._tell_cost("calibration")
+            self._tell_cost(self._cost)
 
     # -- what happens --
 
@@ -139,14 +139,16 @@ class Estimator:
         self._num_overflows += outcome.num_suspended > 0
         self.lengths.add(outcome.finished, outcome.num_decode_tokens)
 
-    def look(self, view: View) -> None:
-        """Take note of what is at hand, when an update is due."""
-        first = self._present is None
-        if not first and not self.is_due:
-            return
-        self._present = Present.of(view) or self._present
-        if first:
-            self._workload = None
+    def look(self, view: View) -> bool:
+        """Called once a plan: `update` when enough sequences have finished since the last time, and
+        at the first view. True when lengths were measured anew.
+        """
+        known = self.workload.num_samples > 0
+        wait = self._update_every if known else self._min_samples
+        is_due = self.lengths.num_added - self._updated_at >= wait
+        if is_due or self._present is None:
+            self.update(view)
+        return is_due
 
     def take_events(self) -> tuple[PolicyEvent, ...]:
         """What was computed since the last call."""
@@ -160,21 +162,6 @@ class Estimator:
     # -- lengths and costs --
 
     @property
-    def is_due(self) -> bool:
-        """True when enough sequences have finished since the last update."""
-        known = self._workload is not None and self._workload.num_samples > 0
-        wait = self._update_every if known else self._min_samples
-        return self.lengths.num_added - self._updated_at >= wait
-
-    @property
-    def workload(self) -> Workload:
-        """The lengths as of the last update."""
-        if self._workload is None or self.is_due:
-            self.update()
-        assert self._workload is not None
-        return self._workload
-
-    @property
     def cost(self) -> StepCost | None:
         """The costs as of the last update; None while prefill or decode were not measured."""
         if self._cost is None:
@@ -186,13 +173,14 @@ class Estimator:
         """The costs at hand, else `UNIT_COST`."""
         return self.cost or UNIT_COST
 
-    def update(self) -> None:
+    def update(self, view: View) -> None:
         """Compute lengths, costs and thresholds anew."""
+        self._present = Present.of(view) or self._present
         self._updated_at = self.lengths.num_added
         if len(self.lengths) < self._min_samples:
-            self._workload = assumed_workload(self._present, self._cold_mean_output_tokens)
+            self.workload = assumed_workload(self._present, self._cold_mean_output_tokens)
         else:
-            self._workload = measured_workload(self.lengths, self._present)
+            self.workload = measured_workload(self.lengths, self._present)
         self._refit()
 
     def _refit(self) -> None:
@@ -200,18 +188,17 @@ class Estimator:
         cost = self.costs.cost()
         if cost is not None and cost != self._cost:
             self._cost = cost
-            self._tell_cost("online" if self._num_steps else "calibration")
+            self._tell_cost(cost)
 
-    def _tell_cost(self, source: str) -> None:
-        assert self._cost is not None
+    def _tell_cost(self, cost: StepCost) -> None:
         self.tell(
             CostModel(
-                source="calibration" if source == "calibration" else "online",
+                source="online" if self._num_steps else "calibration",
                 num_prefill=self.costs.num_samples("prefill"),
                 num_decode=self.costs.num_samples("decode"),
                 num_mixed=self.costs.num_samples("mixed"),
-                interference_threshold=self._cost.interference_threshold(),
-                **asdict(self._cost),
+                interference_threshold=cost.interference_threshold(),
+                **asdict(cost),
             )
         )
 
@@ -268,16 +255,15 @@ class Estimator:
 
     def threshold(self, holders: int, max_batch_tokens: int) -> Threshold:
         """k* for N holders, as of the last update."""
-        workload = self.workload
         key = holders, max_batch_tokens
         known = self._thresholds.get(key)
         if known is None:
-            known = self._make_threshold(workload, holders, max_batch_tokens)
+            known = self._make_threshold(holders, max_batch_tokens)
             self._thresholds[key] = known
         return known
 
-    def _make_threshold(self, workload: Workload, holders: int, max_batch_tokens: int) -> Threshold:
-        cost = self.cost_or_unit
+    def _make_threshold(self, holders: int, max_batch_tokens: int) -> Threshold:
+        cost, workload = self.cost_or_unit, self.workload
         p0 = workload.phase_hazard
         alpha_d = max(cost.alpha_d, 1e-9)
         beta_d = cost.decode_marginal_s(workload.lengths.context_tokens)

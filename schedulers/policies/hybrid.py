@@ -3,10 +3,10 @@
 Theory of operation (`exclusive_batching.md` A6, A7). One estimator feeds two policies, of which one
 plans. Both know the same sequences, so a change of mode moves nothing and recomputes nothing.
 
-The crossover is evaluated every `evaluate_every` completions; at once when demand (running and
-waiting, smoothed) has more than doubled; and at the first plan when a calibration is at hand. The
-mode changes when the margin between the costs of a request exceeds the hysteresis, and, but for the
-first choice, not again for `cooldown` evaluations.
+The crossover is evaluated whenever the estimator has measured lengths anew, every 100 completions;
+at once when demand (running and waiting, smoothed) has more than doubled; and at the first plan
+when a calibration is at hand. The mode changes when the margin between the costs of a request
+exceeds the hysteresis, and, but for the first choice, not again for `cooldown` evaluations.
 
     evaluate -> a kind of step is unmeasured -> probe -> evaluate
              -> margin beyond the hysteresis -> other mode, cooldown
@@ -63,8 +63,6 @@ class Hybrid:
     Args:
         estimator: shared by both; a fresh one by default.
         hysteresis: share of a request's cost that a change must save.
-        evaluate_every: completions between evaluations.
-        first_after: completions before the first one.
         cooldown: evaluations after a change that cannot change again.
         probe_steps: steps of a probe.
         probe_every: evaluations after which the other mode is measured again.
@@ -77,8 +75,6 @@ class Hybrid:
         estimator: Estimator | None = None,
         *,
         hysteresis: float = 0.005,
-        evaluate_every: int = 100,
-        first_after: int = 30,
         cooldown: int = 3,
         probe_steps: int = 4,
         probe_every: int = 10,
@@ -87,21 +83,19 @@ class Hybrid:
         self._exclusive = Exclusive(self._estimator)
         self._mixed = Mixed(self._estimator)
         self._hysteresis = hysteresis
-        self._evaluate_every = evaluate_every
-        self._first_after = first_after
         self._cooldown = cooldown
         self._probe_steps = probe_steps
         self._probe_every = probe_every
         self.mode: Mode = "exclusive"
         self._probes: list[_Probe] = []
         self._demand = 0.0
-        self._evaluated_at: int | None = None
+        self._has_looked = False
         self._cooldown_left = 0
         self._has_chosen = False
         self._num_since_probe = 0
 
     def plan(self, view: View, budget: Budget) -> Plan:
-        self._estimator.look(view)
+        updated = self._estimator.look(view)
         surge = self._note_demand(len(view.running) + len(view.waiting))
         if view.input_exhausted and not view.waiting:
             return self._policy(self.mode).plan(view, budget)  # nothing is left to decide
@@ -111,7 +105,7 @@ class Hybrid:
                 return plan
             if not self._probes:
                 self._evaluate("probed", view, budget)
-        trigger = self._trigger(surge)
+        trigger = self._trigger(updated, surge)
         if trigger is not None:
             self._evaluate(trigger, view, budget)
         return self._policy(self.mode).plan(view, budget)
@@ -133,24 +127,20 @@ class Hybrid:
         self._demand += weight * (present - self._demand)
         return present > 2.0 * self._demand
 
-    def _trigger(self, surge: bool) -> Trigger | None:
-        num_added = self._estimator.lengths.num_added
-        if self._evaluated_at is None:
-            if self._estimator.costs.has_calibration:
-                return "calibrated"
-            return "unmeasured" if num_added >= self._first_after else None
-        if surge and not self._cooldown_left:
-            return "surge"
-        wait = self._evaluate_every if self._evaluated_at else self._first_after
-        return "completions" if num_added - self._evaluated_at >= wait else None
+    def _trigger(self, updated: bool, surge: bool) -> Trigger | None:
+        if not self._has_looked and self._estimator.costs.has_calibration:
+            return "calibrated"
+        if updated:
+            return "completions" if self._has_looked else "unmeasured"
+        return "surge" if surge and self._has_looked and not self._cooldown_left else None
 
     # -- whether --
 
     def _evaluate(self, trigger: Trigger, view: View, budget: Budget) -> None:
         """Look at the crossover, and change the mode or start a probe."""
-        first = self._evaluated_at is None
-        self._evaluated_at = self._estimator.lengths.num_added
-        self._estimator.update()
+        first, self._has_looked = not self._has_looked, True
+        if trigger in ("surge", "probed"):
+            self._estimator.update(view)  # the others come with an update
         max_holders = self._estimator.max_holders(view, budget)
         holders = max(1, min(max_holders, round(self._demand)))
         found = self._estimator.compare(holders, budget.max_batch_tokens)

@@ -11,10 +11,23 @@ from schedulers.crossover import refill_size
 from schedulers.estimate import Estimator
 from schedulers.events import CostModel
 from schedulers.lengths import LengthWindow
-from schedulers.view import Finished, Outcome
+from schedulers.view import Finished, Outcome, PrefixMatch, View
 from schedulers.workload import Present, measured_workload
 
 COST = StepCost(alpha_p=5e-3, beta_p=5e-5, alpha_d=1e-2, beta_d=1e-4, alpha_mb=1e-2, mix_a=6e-5)
+
+
+EMPTY = View(
+    waiting=[],
+    running=[],
+    num_free_blocks=100,
+    num_blocks=100,
+    block_size=16,
+    match_prefix=lambda _: PrefixMatch(0, 0),
+    private_blocks=lambda _: 0,
+    input_exhausted=False,
+    now_s=0.0,
+)
 
 
 def feed(estimator: Estimator, *, mean_output: int, steps: int = 400, seed: int = 0) -> None:
@@ -50,6 +63,7 @@ def test_before_anything_is_known_the_assumed_length_counts() -> None:
 def test_lengths_and_costs_are_learned_and_the_refill_follows_from_them() -> None:
     estimator = Estimator()
     feed(estimator, mean_output=80)
+    estimator.update(EMPTY)
     workload = estimator.workload
     assert workload.mean_output_tokens == pytest.approx(80, rel=0.15)
     cost = estimator.costs.cost()
@@ -66,6 +80,7 @@ def test_longer_outputs_and_dearer_switches_mean_other_refills() -> None:
     for mean_output in (20, 400):
         estimator = Estimator()
         feed(estimator, mean_output=mean_output)
+        estimator.update(EMPTY)
         refills[mean_output] = estimator.threshold(256, 100_000).refill
     assert refills[20] > refills[400] >= 1
 
@@ -73,16 +88,18 @@ def test_longer_outputs_and_dearer_switches_mean_other_refills() -> None:
 def test_a_change_of_lengths_is_followed_within_a_window() -> None:
     estimator = Estimator(window=200)
     feed(estimator, mean_output=20)
+    estimator.update(EMPTY)
     before = estimator.workload.mean_output_tokens
     feed(estimator, mean_output=300, seed=1)
     assert before < 30
+    estimator.update(EMPTY)
     assert estimator.workload.mean_output_tokens > 200
 
 
 def test_what_is_computed_is_told_once() -> None:
     estimator = Estimator()
     feed(estimator, mean_output=20)
-    estimator.update()
+    estimator.update(EMPTY)
     told = estimator.take_events()
     assert [event.table for event in told] == ["costs"]
     assert estimator.take_events() == ()

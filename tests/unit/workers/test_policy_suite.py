@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 
+from schedulers.estimate import Estimator
 from schedulers.policies import POLICIES, make_policy
 from schedulers.policies.hybrid import Hybrid
 from tests.unit.workers.harness import Suspending, check_idle, make_engine, texts, workload
@@ -56,7 +57,7 @@ class Restless(Hybrid):
     """Changes its mode at every evaluation, and evaluates all the time."""
 
     def __init__(self) -> None:
-        super().__init__(evaluate_every=3, first_after=2, cooldown=0, probe_every=2)
+        super().__init__(Estimator(min_samples=2, update_every=3), cooldown=0, probe_every=2)
         self.num_changes = 0
 
     def _decide(self, found: object) -> str:
