@@ -160,6 +160,14 @@ def render_calibration(done: Calibrated) -> RenderableType:
     facts.add_column(overflow="fold")
     for name, value, meaning in coefficient_lines(done.calibration):
         facts.add_row(name, value, Text(meaning))
+    lines = [Text(line) for line in closing_lines(done)]
+    return Group(facts, Text(), curve_table(done.calibration), *lines)
+
+
+def curve_table(calibration: Calibration) -> RenderableType:
+    """The interference curve for the terminal."""
+    from rich.table import Table
+
     head = (
         "decode share",
         "tokens a step",
@@ -170,10 +178,9 @@ def render_calibration(done: Calibrated) -> RenderableType:
         "apart, marginal",
     )
     curve = Table(*head, title="Interference, ms per token", title_justify="left", box=None)
-    for row in curve_lines(done.calibration):
+    for row in curve_lines(calibration):
         curve.add_row(*row)
-    lines = [Text(line) for line in closing_lines(done)]
-    return Group(facts, Text(), curve, *lines)
+    return curve
 
 
 def closing_lines(done: Calibrated) -> Iterator[str]:

@@ -12,7 +12,7 @@ from flows.estimate import token_cost
 from flows.prepare import PreparedJob, prepare
 from flows.sampling import resolve_sampling
 from flows.shape import ModelShape, model_shape
-from flows.summary import duration
+from flows.summary import counted, duration, size_text
 from flows.survey import Survey, histogram, survey
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def plan_lines(plan: JobPlan) -> Iterator[tuple[str, str]]:
     """Name and value of each fact."""
     looked = plan.survey
     basis = "exact" if plan.exact else f"from a sample of {looked.num_rows} rows"
-    yield "rows", f"{plan.num_rows} in {_plural(plan.num_shards, 'shard')}"
+    yield "rows", f"{plan.num_rows} in {counted(plan.num_shards, 'shard')}"
     for kind, count in sorted(looked.without_prompt.items()):
         yield f"rows {kind}", f"{count} of {looked.num_rows} looked at"
     yield "prompt tokens", f"{plan.prompt_tokens:,} ({basis}), mean {looked.mean_tokens:.1f}"
@@ -227,14 +227,14 @@ def plan_lines(plan: JobPlan) -> Iterator[tuple[str, str]]:
 
 def _memory_lines(plan: JobPlan) -> Iterator[tuple[str, str]]:
     shape, memory = plan.shape, plan.memory
-    yield "weights", f"{_size(shape.weights_bytes)} in {shape.dtype}"
-    yield "KV per token", _size(shape.kv_bytes_per_token)
+    yield "weights", f"{size_text(shape.weights_bytes)} in {shape.dtype}"
+    yield "KV per token", size_text(shape.kv_bytes_per_token)
     if memory is None:
         yield "memory", "known when the GPU is asked, at run time"
         return
     parts = (
-        f"{_size(memory.limit_bytes)}: weights {_size(memory.weights_bytes)}, activations "
-        f"{_size(memory.activation_bytes)} (estimate), KV {_size(memory.kv_bytes)} for "
+        f"{size_text(memory.limit_bytes)}: weights {size_text(memory.weights_bytes)}, activations "
+        f"{size_text(memory.activation_bytes)} (estimate), KV {size_text(memory.kv_bytes)} for "
         f"{memory.capacity_tokens:,} tokens; at most {memory.max_seqs} sequences at once"
     )
     yield "memory", parts
@@ -249,20 +249,6 @@ def _time(plan: JobPlan) -> str:
         f"2 x {plan.shape.num_parameters / 1e6:.0f} M parameters per token at "
         f"{ASSUMED_EFFICIENCY:.0%} of {plan.flops_per_s / 1e9:.0f} GFLOP/s, float32, measured now"
     )
-
-
-def _size(num_bytes: int) -> str:
-    """`1.2 GiB`, `22.5 KiB`."""
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _shortened(text: str) -> str:

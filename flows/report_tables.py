@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flows.report_data import Telemetry
-from flows.summary import duration, ordered
+from flows.summary import counted, duration, ordered, size_text
 from storage.status import JobStatus
 from storage.telemetry import COEFFICIENTS
 
@@ -48,15 +48,8 @@ def whole(value: float | None) -> str:
 
 
 def size(num_bytes: int | None) -> str:
-    """`1.50 GiB`."""
-    if num_bytes is None:
-        return "-"
-    value = float(num_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if abs(value) < 1024:
-            return f"{value:.4g} {unit}"
-        value /= 1024
-    return f"{value:,.2f} GiB"
+    """A size, or a dash where it is not known."""
+    return "-" if num_bytes is None else size_text(num_bytes)
 
 
 # -- headline --
@@ -92,7 +85,7 @@ def policy_sentence(
     if not switches:
         mode = telemetry.last("crossover")
         stayed = mode["mode_after"] if mode else "-"
-        looked = _count(looks, "look")
+        looked = counted(looks, "look")
         return f"No mode switch: {looked} at the crossover, and the mode stayed {stayed}."
     told = "; ".join(
         f"at {switch['time_s']:,.1f} s {switch['mode_before']} -> {switch['mode_after']} because "
@@ -100,13 +93,8 @@ def policy_sentence(
         for switch in switches[:3]
     )
     more = f"; and {len(switches) - 3} more, in the table below" if len(switches) > 3 else ""
-    looked = _count(looks, "look")
-    return f"{_count(len(switches), 'mode switch')} in {looked} at the crossover: {told}{more}."
-
-
-def _count(num: int, word: str) -> str:
-    plural = "es" if word.endswith("ch") else "s"
-    return f"{num:,} {word}{'' if num == 1 else plural}"
+    looked = counted(looks, "look")
+    return f"{counted(len(switches), 'mode switch')} in {looked} at the crossover: {told}{more}."
 
 
 # -- the crossover --

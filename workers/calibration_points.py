@@ -111,16 +111,16 @@ def plan_layout(limits: Limits, *, fill_tokens: int) -> Layout:
             f"KV memory of {limits.num_blocks} blocks of {size} tokens is too little to calibrate; "
             "raise --memory or lower --max-batch-tokens"
         )
-    affordable = max(1, fill_tokens // 2 // short_context)
-    num_short = min(limits.max_seqs, max(1, left // 2 // per_short), affordable)
+    fillable = max(1, fill_tokens // 2 // short_context)
+    num_short = min(limits.max_seqs, max(1, left // 2 // per_short), fillable)
     left -= num_short * per_short
     # In little memory the long context is shorter, but there is one: without two contexts the cost
     # of a decode token and that of what it reads cannot be told apart.
     long_context = min(LONG_CONTEXT, longest, left * size - 1)
     if long_context < 2 * short_context:
         return Layout(prompt_blocks, num_short, short_context, 0, 0)
-    affordable = max(1, (fill_tokens - num_short * short_context) // long_context)
-    num_long = min(limits.max_seqs, left // blocks_for(long_context + 1, size), affordable)
+    fillable = max(1, (fill_tokens - num_short * short_context) // long_context)
+    num_long = min(limits.max_seqs, left // blocks_for(long_context + 1, size), fillable)
     return Layout(prompt_blocks, num_short, short_context, num_long, long_context)
 
 

@@ -178,7 +178,7 @@ class Hybrid:
         self.mode = cheaper
         self._cooldown_left = self._cooldown if self._has_chosen else 0
         self._has_chosen = True
-        return f"changes: {told}"
+        return told
 
     def _tell(
         self,

@@ -24,7 +24,8 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from schedulers.calibration import Calibration, ShareCost, calibrated, interference
+from flows.calibrate import curve_table
+from schedulers.calibration import Calibration, calibrated, interference
 from schedulers.cost import StepCost, StepSample
 from schedulers.estimate import Estimator
 from schedulers.policies import make_policy
@@ -285,14 +286,8 @@ def checks(lines: Sequence[Line], runs: Sequence[Run]) -> list[Check]:
     ]  # fmt: skip
 
 
-def show(console: Console, lines: Sequence[Line], curve: Sequence[ShareCost]) -> None:
-    shown = Table(title="Interference: us a token in mixed steps, by decode share")
-    for column in ("decode share", "mixed", "its parts apart", "ratio"):
-        shown.add_column(column, justify="right")
-    for at in curve:
-        cells = (at.mixed_s * 1e6, at.apart_s * 1e6)
-        shown.add_row(f"{at.decode_share:.2f}", *(f"{c:.0f}" for c in cells), f"{at.ratio:.2f}")
-    console.print(shown)
+def show(console: Console, lines: Sequence[Line], calibration: Calibration) -> None:
+    console.print(curve_table(calibration))
     shown = Table(title="Job time in seconds (medians), simulated in brackets")
     for column in ("setting", *POLICIES, "EB/MB", "EB+/better"):
         shown.add_column(column, justify="right")
@@ -338,8 +333,8 @@ def main() -> None:
         window=setup.config.window,
     )
     lines = lines_of(settings, runs, bench, config)
+    show(console, lines, calibration)
     curve = interference(calibration.samples, calibration.cost)
-    show(console, lines, curve)
     found = checks(lines, runs)
     show_checks(console, found)
     write_report(

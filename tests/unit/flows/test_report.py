@@ -116,7 +116,7 @@ def test_every_section_is_there_in_order(tmp_path: Path) -> None:
     assert "10 of 10" in page.text
     assert "org/model" in page.text and "in.parquet" in page.text and "adaptive" in page.text
     assert "1 of 5 steps (20.00%)" in page.text
-    assert "2.00 GiB" in page.text and "16,000" in page.text
+    assert "2.0 GiB" in page.text and "16,000" in page.text
     assert "idle -> prefill" in page.text
 
 

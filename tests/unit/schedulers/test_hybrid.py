@@ -166,7 +166,7 @@ def test_each_evaluation_is_told_whole() -> None:
         if item.mode_before != item.mode_after:
             assert (item.margin > 0) == (item.mode_after == "exclusive")
             assert abs(item.margin) > item.hysteresis * 0.99
-            assert "changes" in item.reason
+            assert item.reason.startswith(f"{item.mode_after} batching is")
 
 
 def test_same_history_same_decisions() -> None:
