@@ -12,7 +12,7 @@ from flows.estimate import estimate_cost
 from flows.model import Model
 from flows.prepare import PreparedJob
 from flows.summary import JobSummary
-from schedulers.events import MemorySizing
+from schedulers.events import MemorySizing, event_row
 from schedulers.memory import MemoryPlan
 from storage.catalogue import Catalogue
 from storage.ledger import Ledger
@@ -143,7 +143,7 @@ class Journal:
 
     def add_event(self, event: EventRecord) -> None:
         """A decision of the policy; a memory plan is completed with the bytes behind it."""
-        row = {"step": event.step, "at_s": event.at_s, **asdict(event.event)}
+        row = {"step": event.step, "at_s": event.at_s, **event_row(event.event)}
         if isinstance(event.event, MemorySizing):
             plan = self.memory._asdict() if self.memory is not None else {}
             row |= {name: plan.get(name) for name in MEMORY_BYTES}

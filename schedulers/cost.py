@@ -23,8 +23,6 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from schedulers.view import Outcome
-
 StepKind = Literal["prefill", "decode", "mixed"]
 
 
@@ -46,15 +44,6 @@ class StepSample(NamedTuple):
         if not self.num_decode_tokens:
             return "prefill"
         return "mixed" if self.num_prefill_tokens else "decode"
-
-    @classmethod
-    def of(cls, outcome: Outcome) -> StepSample:
-        return cls(
-            outcome.num_prefill_tokens,
-            outcome.num_decode_tokens,
-            outcome.num_context_tokens,
-            outcome.elapsed_s,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,6 @@ Source: `exclusive_batching.md` A3, A5 and A7.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict
 from typing import NamedTuple
 
 from schedulers.cost import CostFit, StepCost, StepKind, StepSample
@@ -131,7 +130,12 @@ class Estimator:
 
     def observe(self, outcome: Outcome) -> None:
         """Learn from a step."""
-        sample = StepSample.of(outcome)
+        sample = StepSample(
+            outcome.num_prefill_tokens,
+            outcome.num_decode_tokens,
+            outcome.num_context_tokens,
+            outcome.elapsed_s,
+        )
         switched = self._last_kind is not None and sample.kind != self._last_kind
         self._last_kind = sample.kind
         self.costs.add((sample._replace(switched=switched),))
@@ -197,8 +201,8 @@ class Estimator:
                 num_prefill=self.costs.num_samples("prefill"),
                 num_decode=self.costs.num_samples("decode"),
                 num_mixed=self.costs.num_samples("mixed"),
+                cost=cost,
                 interference_threshold=cost.interference_threshold(),
-                **asdict(cost),
             )
         )
 

@@ -6,8 +6,10 @@ them on; nobody decides by them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Literal
+
+from schedulers.cost import StepCost
 
 Phase = Literal["prefill", "decode", "mixed", "idle"]
 """What kind of step a plan is: only chunks, only single tokens, both, or nothing to do."""
@@ -36,7 +38,8 @@ class CrossoverEvaluation:
         correction: Thm. 2.
         theta: k / N.
         refill: k.
-        switch_s: fixed cost of a phase switch.
+        cost: coefficients in force; a column each.
+        switch_s: fixed cost of a phase switch, seconds.
         contention: left side: what mixing costs, seconds per token.
         amortisation: right side: what mixing saves, seconds per token.
         margin: left less right, seconds per token; above 0 exclusive batching wins.
@@ -65,16 +68,7 @@ class CrossoverEvaluation:
     correction: float
     theta: float
     refill: int
-    alpha_p: float
-    beta_p: float
-    alpha_d: float
-    beta_d: float
-    alpha_mb: float
-    mix_a: float
-    mix_b: float
-    mix_c: float
-    gamma: float
-    alpha_switch: float
+    cost: StepCost
     switch_s: float
     contention: float
     amortisation: float
@@ -156,9 +150,10 @@ class MemorySizing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """The coefficients in force from here on (see `cost.StepCost`).
+    """The coefficients in force from here on.
 
     Attributes:
+        cost: a column each.
         source: "calibration": of a stored one; "online": refitted from this job's steps.
         num_prefill: steps behind the fit.
         num_decode: likewise.
@@ -171,18 +166,15 @@ class CostModel:
     num_prefill: int
     num_decode: int
     num_mixed: int
-    alpha_p: float
-    beta_p: float
-    alpha_d: float
-    beta_d: float
-    alpha_mb: float
-    mix_a: float
-    mix_b: float
-    mix_c: float
-    gamma: float
-    alpha_switch: float
+    cost: StepCost
     interference_threshold: float | None
 
 
 PolicyEvent = CrossoverEvaluation | PhaseSwitch | MemorySizing | CostModel
 EVENTS: tuple[type[PolicyEvent], ...] = (CrossoverEvaluation, PhaseSwitch, MemorySizing, CostModel)
+
+
+def event_row(event: PolicyEvent) -> dict[str, Any]:
+    """An event's columns: its fields, with the coefficients of a cost beside them."""
+    row = asdict(event)
+    return row | row.pop("cost", {})

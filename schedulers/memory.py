@@ -212,55 +212,46 @@ def safe_batch_size(
     return low
 
 
-def _largest(capacity: float, mean: float, slack: float) -> int:
-    """Largest whole N, at least 1, with N mean + slack sqrt(N) <= capacity."""
-    root = (-slack + sqrt(slack**2 + 4.0 * mean * max(0.0, capacity))) / (2.0 * mean)
-    return max(1, int(root**2))
+class Geometric(NamedTuple):
+    """What the paper's forms assume: geometric outputs, refilled at a threshold."""
+
+    theta: float
+    hazard: float
+    mean_prompt_tokens: float
 
 
-def resident_tokens(theta: float, hazard: float, mean_prompt_tokens: float) -> float:
-    """D(theta) = mu_L + (1 - theta) zeta / (theta p0): mean tokens of a holder right after a
-    refill, for geometric outputs (A5).
+def resident_tokens(law: Geometric) -> float:
+    """D(theta) = mu_L + (1 - theta) zeta / (theta p0): mean tokens of a holder right after a refill
+    (A5).
     """
-    zeta = -log(1.0 - theta)
-    return mean_prompt_tokens + (1.0 - theta) * zeta / (theta * hazard)
+    zeta = -log(1.0 - law.theta)
+    return law.mean_prompt_tokens + (1.0 - law.theta) * zeta / (law.theta * law.hazard)
 
 
-def paper_batch_size(
-    capacity_tokens: int,
-    *,
-    theta: float,
-    hazard: float,
-    mean_prompt_tokens: float,
-    overflow_probability: float,
-) -> int:
+def paper_batch_size(capacity_tokens: int, law: Geometric, overflow_probability: float) -> int:
     """N of Prop. 3 as the text has it: floor((C - nu ln(1 / eps)) / D), nu = 1 / (p0^2 mu_L).
 
     The slack does not grow with N, so that large batches overflow more often than stated.
     """
-    slack = log(1.0 / overflow_probability) / (hazard**2 * mean_prompt_tokens)
-    mean = resident_tokens(theta, hazard, mean_prompt_tokens)
-    return max(1, int((capacity_tokens - slack) / mean))
+    slack = log(1.0 / overflow_probability) / (law.hazard**2 * law.mean_prompt_tokens)
+    return max(1, int((capacity_tokens - slack) / resident_tokens(law)))
 
 
 def paper_sigma_batch_size(
-    capacity_tokens: int,
-    *,
-    theta: float,
-    hazard: float,
-    mean_prompt_tokens: float,
-    overflow_probability: float,
+    capacity_tokens: int, law: Geometric, overflow_probability: float
 ) -> int:
     """N of the form behind the paper's results: N D + sigma sqrt(N ln(1 / eps)) <= C with
     sigma^2 = 2 zeta (1 + (p0 mu_L + zeta / theta)^2) / p0^2.
 
     It stands and falls with p0: an estimate that is half too low halves the batch.
     """
-    zeta = -log(1.0 - theta)
-    inner = hazard * mean_prompt_tokens + zeta / theta
-    sigma = sqrt(2.0 * zeta * (1.0 + inner**2)) / hazard
+    zeta = -log(1.0 - law.theta)
+    inner = law.hazard * law.mean_prompt_tokens + zeta / law.theta
+    sigma = sqrt(2.0 * zeta * (1.0 + inner**2)) / law.hazard
     slack = sigma * sqrt(log(1.0 / overflow_probability))
-    return _largest(capacity_tokens, resident_tokens(theta, hazard, mean_prompt_tokens), slack)
+    mean = resident_tokens(law)
+    root = (-slack + sqrt(slack**2 + 4.0 * mean * capacity_tokens)) / (2.0 * mean)
+    return max(1, int(root**2))
 
 
 SizingForm = Literal["moments", "paper", "paper_sigma"]
@@ -284,14 +275,6 @@ class Sizing(NamedTuple):
     paper: int | None
     paper_sigma: int | None
     num_samples: int
-
-
-class Geometric(NamedTuple):
-    """What the paper's forms assume: geometric outputs, refilled at a threshold."""
-
-    theta: float
-    hazard: float
-    mean_prompt_tokens: float
 
 
 PATIENCE = 6
@@ -371,11 +354,10 @@ class BatchSizer:
             block_size,
         )
         eps = self.overflow_probability
-        arguments = {**law._asdict(), "overflow_probability": eps}
         by_form: dict[SizingForm, int] = {
             "moments": safe_batch_size(capacity_tokens, moments, eps),
-            "paper": paper_batch_size(capacity_tokens, **arguments),
-            "paper_sigma": paper_sigma_batch_size(capacity_tokens, **arguments),
+            "paper": paper_batch_size(capacity_tokens, law, eps),
+            "paper_sigma": paper_sigma_batch_size(capacity_tokens, law, eps),
         }
         self._latest.append(by_form[self._form])
         return Sizing(

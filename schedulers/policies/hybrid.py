@@ -22,7 +22,7 @@ GPU.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from schedulers.cost import StepKind
@@ -194,7 +194,6 @@ class Hybrid:
         workload, threshold = estimator.workload, estimator.threshold(holders, batch)
         shown = found or UNKNOWN_CROSSOVER
         tokens = workload.lengths.tokens
-        cost = asdict(estimator.cost_or_unit)
         estimator.tell(
             CrossoverEvaluation(
                 trigger=trigger,
@@ -211,7 +210,7 @@ class Hybrid:
                 correction=threshold.correction,
                 theta=threshold.theta,
                 refill=threshold.refill,
-                **cost,
+                cost=estimator.cost_or_unit,
                 switch_s=threshold.switch_s,
                 contention=shown.contention,
                 amortisation=shown.amortisation,

@@ -11,23 +11,14 @@ from schedulers.crossover import refill_size
 from schedulers.estimate import Estimator
 from schedulers.events import CostModel
 from schedulers.lengths import LengthWindow
-from schedulers.view import Finished, Outcome, PrefixMatch, View
+from schedulers.view import Finished, Outcome
 from schedulers.workload import Present, measured_workload
+from tests.unit.schedulers.test_exclusive import view
 
 COST = StepCost(alpha_p=5e-3, beta_p=5e-5, alpha_d=1e-2, beta_d=1e-4, alpha_mb=1e-2, mix_a=6e-5)
 
 
-EMPTY = View(
-    waiting=[],
-    running=[],
-    num_free_blocks=100,
-    num_blocks=100,
-    block_size=16,
-    match_prefix=lambda _: PrefixMatch(0, 0),
-    private_blocks=lambda _: 0,
-    input_exhausted=False,
-    now_s=0.0,
-)
+EMPTY = view(running=0, waiting=0)
 
 
 def feed(estimator: Estimator, *, mean_output: int, steps: int = 400, seed: int = 0) -> None:

@@ -138,7 +138,7 @@ def test_the_papers_mean_after_a_refill_is_that_of_simulated_cycles(
     theta: float, hazard: float
 ) -> None:
     totals = simulate_refills(theta, hazard, 40, 200, rng=np.random.default_rng(1))
-    expected = resident_tokens(theta, hazard, 40)
+    expected = resident_tokens(Geometric(theta, hazard, 40))
     assert totals.mean() / 200 == pytest.approx(expected, rel=0.03)
 
 
@@ -146,8 +146,7 @@ def test_the_papers_mean_after_a_refill_is_that_of_simulated_cycles(
 def test_the_form_behind_the_papers_results_is_safe_and_timid(bound: float) -> None:
     """With the true hazard it overflows less often than stated, and leaves memory idle."""
     theta, hazard, prompt, capacity = 0.3, 1 / 64, 40, 20000
-    law = {"theta": theta, "hazard": hazard, "mean_prompt_tokens": prompt}
-    safe = paper_sigma_batch_size(capacity, **law, overflow_probability=bound)
+    safe = paper_sigma_batch_size(capacity, Geometric(theta, hazard, prompt), bound)
     rng = np.random.default_rng(2)
     assert (simulate_refills(theta, hazard, prompt, safe, rng=rng) > capacity).mean() <= bound
     larger = round(1.05 * safe)
@@ -158,18 +157,17 @@ def test_the_form_in_the_papers_text_does_not_grow_its_slack_with_the_batch() ->
     """Why it is not the default: its share of slack vanishes as 1 / N, where chance needs
     1 / sqrt(N).
     """
-    law = {"theta": 0.3, "hazard": 1 / 64, "mean_prompt_tokens": 40, "overflow_probability": 0.01}
-    mean = resident_tokens(0.3, 1 / 64, 40)
-    small, large = (capacity - mean * paper_batch_size(capacity, **law)
+    law = Geometric(0.3, 1 / 64, 40)
+    mean = resident_tokens(law)
+    small, large = (capacity - mean * paper_batch_size(capacity, law, 0.01)
                     for capacity in (20_000, 2_000_000))  # fmt: skip
     assert large == pytest.approx(small, abs=mean)
 
 
 def test_a_hazard_that_is_half_too_low_halves_the_papers_batch() -> None:
     """The failure in the paper's own validation."""
-    law = {"theta": 0.05, "mean_prompt_tokens": 128, "overflow_probability": 0.01}
-    right = paper_sigma_batch_size(780_000, hazard=1 / 1024, **law)
-    wrong = paper_sigma_batch_size(780_000, hazard=1 / 2118, **law)
+    right = paper_sigma_batch_size(780_000, Geometric(0.05, 1 / 1024, 128), 0.01)
+    wrong = paper_sigma_batch_size(780_000, Geometric(0.05, 1 / 2118, 128), 0.01)
     assert wrong < 0.55 * right
 
 
