@@ -11,7 +11,8 @@ from workers.errors import ModelError
 if TYPE_CHECKING:
     from workers.loading.files import ModelFiles
 
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 2}
+"""Of keys, values and what flows between layers."""
 UNKNOWN_DTYPE = "float32"
 """What `auto` is counted as, on the safe side: the hardware decides when the model is loaded."""
 
@@ -57,7 +58,7 @@ def model_shape(files: ModelFiles, dtype: str) -> ModelShape:
         vocab_size=vocab_size,
         max_model_len=_size(config, "max_position_embeddings"),
         num_parameters=num_parameters,
-        weights_bytes=num_parameters * item_bytes,
+        weights_bytes=num_parameters * (1 if dtype == "int8" else item_bytes),
         kv_bytes_per_token=2
         * _size(config, "num_hidden_layers") * kv_heads * head_size * item_bytes,
         activation_bytes_per_token=(8 * hidden + 3 * inner) * item_bytes,

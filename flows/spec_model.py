@@ -16,7 +16,7 @@ Task = Literal["generate"]
 OnTooLong = Literal["error", "truncate_left", "truncate_right", "fail"]
 PolicyName = Literal["hybrid", "exclusive", "mixed"]
 SizingName = Literal["moments", "paper", "paper_sigma"]
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
 
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*(%|[KMGT]i?B)", re.IGNORECASE)
@@ -133,7 +133,12 @@ class EngineSpec(_Spec):
         "Policy",
         "Prefill and decode apart (exclusive), together (mixed), or whichever is cheaper (hybrid).",
     )
-    dtype: Dtype = _field("auto", 1, "Data type", "Of weights and KV memory; auto: by hardware.")
+    dtype: Dtype = _field(
+        "auto",
+        1,
+        "Data type",
+        "Of weights and KV memory; auto: by hardware. int8: faster on CPUs, slightly less exact.",
+    )
     device: Device = _field("auto", 2, "Device", "Where the model runs.")
     memory: str | None = _field(
         None, 3, "Memory", "Limit for weights, KV and activations: '4GiB', or '50%' of all."

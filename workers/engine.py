@@ -295,6 +295,13 @@ class Engine:
         num_prompt, longest = len(request.prompt_token_ids), self.backend.info.max_model_len
         if num_prompt == 0:
             return RowError("empty_prompt", "the prompt has no tokens")
+        strange = max(request.prompt_token_ids, key=abs)
+        if not 0 <= strange < self.backend.info.vocab_size:
+            return RowError(
+                "invalid_prompt",
+                f"token id {strange} is not in the model's vocabulary of "
+                f"{self.backend.info.vocab_size}; the tokenizer belongs to another model",
+            )
         if num_prompt >= longest:
             return RowError(
                 "prompt_too_long",

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_AS_INTEGERS = {4: np.uint32, 2: np.uint16}
+from workers.pages import zeros_in_large_pages
 
 
 class LayerKV(NamedTuple):
@@ -43,6 +43,8 @@ class KVPool:
     """KV memory of one engine.
 
     Untouched blocks take no memory on a CPU: the system maps a page when it is first written.
+    `memory` is one piece a layer; `layers` are its keys and values as the torch code has them. A
+    backend of another layout divides the same pieces in its own way.
     """
 
     def __init__(
@@ -59,13 +61,12 @@ class KVPool:
         """Raises RuntimeError, MemoryError or torch.OutOfMemoryError when the device has not that
         much.
         """
-        shape = (num_blocks, num_kv_heads, block_size, head_size)
+        shape = (2, num_blocks, num_kv_heads, block_size, head_size)
+        self.num_blocks = num_blocks
         self.num_kv_heads = num_kv_heads
         self.block_size = block_size
-        self.layers = tuple(
-            LayerKV(_zeros(shape, dtype, device), _zeros(shape, dtype, device))
-            for _ in range(num_layers)
-        )
+        self.memory = tuple(_zeros(shape, dtype, device) for _ in range(num_layers))
+        self.layers = tuple(LayerKV(*memory) for memory in self.memory)
 
     def rows(self, blocks_T: np.ndarray, offsets_T: np.ndarray) -> np.ndarray:
         """Rows of a layer's memory, seen as (B x K x P, H), where the heads of each token go."""
@@ -77,8 +78,7 @@ class KVPool:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy's zeros are untouched pages of the system; torch's are written.
-    return torch.from_numpy(np.zeros(shape, _AS_INTEGERS[dtype.itemsize])).view(dtype)
+    return zeros_in_large_pages(shape, dtype)
 
 
 def _gather(pool_BKPH: Tensor, blocks_B: Tensor, begin: int, end: int) -> Tensor:

@@ -21,7 +21,8 @@ class ModelInfo:
         name: as the user gave it.
         max_model_len: most tokens (prompt and completion) of one sequence.
         eos_token_ids: ids that end a completion, from generation_config, else config.
-        dtype: "float32", "bfloat16" or "float16".
+        dtype: "float32", "bfloat16", "float16" or "int8" (weights and what they are multiplied
+            with; all else is bfloat16 then).
         weights_bytes: resident size of the weights.
         kv_bytes_per_token: bytes of keys and values of one token over all layers.
         activation_bytes_per_token: upper estimate of scratch memory per token of a batch.

@@ -13,19 +13,19 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
 from schedulers.view import SeqId
 from workers.attention import MAX_BUCKET_POSITIONS, QUERY_TILE
 from workers.backends.base import Batch, ModelInfo
-from workers.errors import BackendError, DeviceOutOfMemory, InternalError
+from workers.errors import BackendError, DeviceOutOfMemory, InternalError, ModelError
 from workers.kv import KVPool
 from workers.loading.files import ModelFiles
+from workers.models import native
 from workers.models.config import ModelConfig
 from workers.models.decoder import Model
 from workers.models.device import DeviceName, DtypeName, pick_device, pick_dtype
 from workers.models.registry import find_family
-from workers.models.step import build_step
+from workers.models.step import lay_out
 from workers.models.weights import check_weights, load_weights, unique_tensors
 from workers.request import Sampled
 from workers.sampling import BatchSampler
@@ -41,7 +41,6 @@ class TorchBackend:
         self._info = info
         self._device = device
         self._pool: KVPool | None = None
-        self._logits_SV = torch.empty(0, device=device)
         self._sampler = BatchSampler(info.vocab_size, info.eos_token_ids, device)
 
     @classmethod
@@ -70,16 +69,26 @@ class TorchBackend:
         """
         place = pick_device(device)
         number = pick_dtype(dtype, place)
+        values = _values(number)
         family = find_family(files.config)
         config = family.read_config(files.config)
-        outline = family.build(config, dtype=number, device=torch.device("meta"))
+        outline = family.build(config, dtype=values, device=torch.device("meta"))
         check_weights(files.weight_files, outline.places(), is_ignored=outline.is_ignored)
+        if number == torch.int8 and not native.supports(outline, dtype=number, device=place):
+            raise ModelError(
+                "int8 needs a processor with AVX-512 (BF16 and VNNI), a C++ compiler, and layer "
+                f"sizes that are multiples of {native.LANES}; use bfloat16 or float32"
+            )
         with _translated(f"loading {files.name}"):
-            model = family.build(config, dtype=number, device=place, deterministic=deterministic)
+            model = family.build(config, dtype=values, device=place, deterministic=deterministic)
             load_weights(files.weight_files, model.places())
-        info = _describe(files, model, number, place)
+            num_parameters = sum(tensor.numel() for tensor in unique_tensors(model.places()))
+            runner: Model = model
+            if native.supports(model, dtype=number, device=place):
+                runner = native.NativeDecoder(model, number)
+        info = _describe(files, runner, num_parameters, number, place)
         _log.info("%s: %d parameters, %s on %s", info.name, info.num_parameters, number, place)
-        return cls(model, info, place)
+        return cls(runner, info, place)
 
     @property
     def info(self) -> ModelInfo:
@@ -95,7 +104,7 @@ class TorchBackend:
                 num_kv_heads=config.num_kv_heads,
                 block_size=block_size,
                 head_size=config.head_size,
-                dtype=getattr(torch, self._info.dtype),
+                dtype=_values(getattr(torch, self._info.dtype)),
                 device=self._device,
             )
 
@@ -105,9 +114,8 @@ class TorchBackend:
             raise InternalError("execute was called before allocate")
         seqs = [segment.seq for segment in batch.segments if segment.sample]
         with _translated(f"a batch of {batch.num_tokens} tokens"), torch.inference_mode():
-            step = build_step(batch, pool, self._device)
-            logits_SV = model.logits(step, pool)
-            return self._sampler.sample(self._as_float32(logits_SV), seqs) if seqs else ()
+            logits = model.logits(lay_out(batch, pool.block_size), pool)
+            return self._sampler.sample(logits, seqs) if seqs else ()
 
     def forget(self, seq_id: SeqId) -> None:
         self._sampler.forget(seq_id)
@@ -115,20 +123,8 @@ class TorchBackend:
     def close(self) -> None:
         self._model = None
         self._pool = None
-        self._logits_SV = torch.empty(0)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def _as_float32(self, logits_SV: Tensor) -> Tensor:
-        """The logits in float32, in memory that is kept: mapping 40 MB anew at each step takes
-        longer than filling it.
-        """
-        if logits_SV.dtype == torch.float32:
-            return logits_SV
-        num_rows = len(logits_SV)
-        if num_rows > len(self._logits_SV):
-            self._logits_SV = torch.empty_like(logits_SV, dtype=torch.float32)
-        return self._logits_SV[:num_rows].copy_(logits_SV)
 
     def _loaded(self) -> Model:
         if self._model is None:
@@ -156,17 +152,6 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
-def activation_bytes_per_token(config: ModelConfig, itemsize: int) -> int:
-    """Upper estimate of scratch memory per token: what one layer has alive at once, counted as if
-    its two halves were alive together, plus the step's integers.
-    """
-    attended = config.num_heads * config.head_size
-    heads = attended + 2 * config.num_kv_heads * config.head_size
-    values = 6 * config.hidden_size + 4 * heads + 3 * attended + 5 * config.intermediate_size
-    integers = 16 * (8 + config.num_kv_heads)
-    return itemsize * values + integers
-
-
 def scratch_bytes(config: ModelConfig, itemsize: int) -> int:
     """Upper estimate of scratch memory whatever the batch: the history of one chunk's sequence as
     it is gathered, and its mask; or one bucket of single-token segments.
@@ -177,12 +162,20 @@ def scratch_bytes(config: ModelConfig, itemsize: int) -> int:
     return max(chunk, bucket_positions * (2 * position_bytes + 24))
 
 
+def _values(dtype: torch.dtype) -> torch.dtype:
+    """The number format of keys, values and what flows between layers."""
+    return torch.bfloat16 if dtype == torch.int8 else dtype
+
+
 def _describe(
-    files: ModelFiles, model: Model, dtype: torch.dtype, device: torch.device
+    files: ModelFiles,
+    model: Model,
+    num_parameters: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> ModelInfo:
     config = model.config
-    tensors = unique_tensors(model.places())
-    size = dtype.itemsize
+    size = _values(dtype).itemsize
     eos_token_ids = frozenset(i for i in files.eos_token_ids if i < config.vocab_size)
     if not eos_token_ids:
         _log.warning(
@@ -196,10 +189,10 @@ def _describe(
         eos_token_ids=eos_token_ids,
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
-        weights_bytes=sum(tensor.numel() * size for tensor in tensors),
+        weights_bytes=model.weights_bytes,
         kv_bytes_per_token=2 * config.num_layers * config.num_kv_heads * config.head_size * size,
-        activation_bytes_per_token=activation_bytes_per_token(config, size),
+        activation_bytes_per_token=model.activation_bytes_per_token,
         scratch_bytes=scratch_bytes(config, size),
         logits_bytes_per_seq=(size + 3 * 4) * config.vocab_size,
-        num_parameters=sum(tensor.numel() for tensor in tensors),
+        num_parameters=num_parameters,
     )

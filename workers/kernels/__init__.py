@@ -22,8 +22,10 @@ from pathlib import Path
 
 _log = logging.getLogger(__name__)
 
-SOURCES = (Path(__file__).with_name("attention.cpp"),)
-ABI_VERSION = 1
+_FOLDER = Path(__file__).parent
+SOURCES = tuple(sorted(_FOLDER.glob("*.cpp")))
+HEADERS = tuple(sorted(_FOLDER.glob("*.h")))
+ABI_VERSION = 2
 FLAGS = (
     "-std=c++17",
     "-O3",
@@ -31,8 +33,7 @@ FLAGS = (
     "-mprefer-vector-width=512",
     "-fno-math-errno",
     "-fno-trapping-math",
-    "-fno-signed-zeros",
-    "-fassociative-math",
+    "-ffp-contract=off",
     "-fopenmp",
     "-shared",
     "-fPIC",
@@ -69,7 +70,7 @@ def _library_path(compiler: str) -> Path:
         [compiler, "--version"], capture_output=True, check=False, timeout=BUILD_TIMEOUT_S
     ).stdout
     digest = hashlib.sha256(version + " ".join(FLAGS).encode() + _processor())
-    for source in SOURCES:
+    for source in (*SOURCES, *HEADERS):
         digest.update(source.read_bytes())
     return _cache_folder() / f"headrace-{digest.hexdigest()[:24]}.so"
 

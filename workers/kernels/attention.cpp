@@ -15,33 +15,16 @@
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
+
+#include "numbers.h"
+
 #if defined(__AVX512BF16__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #define HEADRACE_AVX512_BF16 1
 #endif
 
 namespace {
 
-struct bf16 {
-  uint16_t bits;
-};
-
-inline float widen(float value) { return value; }
-inline float widen(bf16 value) {
-  uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
-  float wide;
-  std::memcpy(&wide, &bits, 4);
-  return wide;
-}
-inline void narrow(float value, float* out) { *out = value; }
-inline void narrow(float value, bf16* out) {  // round to nearest even, as torch does
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  if (std::isnan(value)) {
-    out->bits = 0x7fc0;
-    return;
-  }
-  out->bits = static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
+using namespace headrace;
 
 // scores[g * stride + j] = scale * q[g] . k[j] for `num_keys` keys of one block.
 template <typename T>
@@ -271,5 +254,5 @@ void headrace_decode_bf16(const void* q, const void* k, const void* v, const int
                window);
 }
 
-int headrace_abi_version() { return 1; }
+int headrace_abi_version() { return 2; }
 }

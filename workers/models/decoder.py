@@ -6,47 +6,47 @@ vocabulary, A heads of the fused projection, H head size, R rows of KV memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from workers.attention import Attention, AttentionPlan
+from workers.attention import Attention
 from workers.kv import KVPool
 from workers.models.config import ModelConfig
 from workers.models.layers import DecoderLayer, Linear, Make, RMSNorm, Rotary, in_tiles
-from workers.models.weights import Place, Places
+from workers.models.step import Step, StepLayout, build_step
+from workers.models.weights import Place, Places, unique_tensors
+from workers.sampling.logits import DenseLogits, Logits
 
 TILE_ROWS = 32
 """Rows of a tile in deterministic mode."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """One batch as a model sees it.
-
-    Attributes:
-        token_ids_T: int64.
-        position_T: int64, of each token in its sequence.
-        last_position: the largest of them.
-        sampled_S: int64, the rows after which a token is drawn.
-        attention: where keys and values go and come from.
-    """
-
-    token_ids_T: Tensor
-    position_T: Tensor
-    last_position: int
-    sampled_S: Tensor
-    attention: AttentionPlan
-
-
 class Model(Protocol):
-    """What the torch backend needs of a family's model."""
+    """What the torch backend needs of a model."""
 
     @property
     def config(self) -> ModelConfig: ...
+
+    @property
+    def weights_bytes(self) -> int:
+        """Resident size of the weights."""
+        ...
+
+    @property
+    def activation_bytes_per_token(self) -> int:
+        """Upper estimate of scratch memory per token of a batch."""
+        ...
+
+    def logits(self, layout: StepLayout, pool: KVPool) -> Logits:
+        """Run a batch: write its keys and values, and give the logits of the sampled rows."""
+        ...
+
+
+class WeightedModel(Model, Protocol):
+    """A model that weight files can be read into."""
 
     def places(self) -> Places:
         """Where each tensor of the weight files goes."""
@@ -54,12 +54,6 @@ class Model(Protocol):
 
     def is_ignored(self, name: str) -> bool:
         """Whether a tensor that the files may hold is not needed."""
-        ...
-
-    def logits(self, step: Step, pool: KVPool) -> Tensor:
-        """Run a batch: write its keys and values, and give the logits (S, V) of the sampled rows,
-        in the model's dtype.
-        """
         ...
 
 
@@ -76,6 +70,7 @@ class DecoderModel:
     ) -> None:
         make = Make(dtype, device)
         self.config = config
+        self.device = device
         self.tile_rows = TILE_ROWS if deterministic else None
         self.embedding_VD = make(config.vocab_size, config.hidden_size)
         self.layers = [DecoderLayer(config, layer, make) for layer in range(config.num_layers)]
@@ -86,6 +81,8 @@ class DecoderModel:
             if config.tie_embeddings
             else make(config.vocab_size, config.hidden_size)
         )
+        # Kept, as mapping 40 MB anew at each step takes longer than filling it.
+        self._logits_SV = torch.empty(0, config.vocab_size)
         self.rotary = Rotary(config.rope, config.head_size, make)
         self.attention = Attention(
             num_heads=config.num_heads,
@@ -96,7 +93,23 @@ class DecoderModel:
             deterministic=deterministic,
         )
 
-    def logits(self, step: Step, pool: KVPool) -> Tensor:
+    @property
+    def weights_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in unique_tensors(self.places()))
+
+    @property
+    def activation_bytes_per_token(self) -> int:
+        return activation_bytes_per_token(self.config, self.embedding_VD.itemsize)
+
+    def logits(self, layout: StepLayout, pool: KVPool) -> DenseLogits:
+        logits_SV = self._forward(build_step(layout, pool, self.device), pool)
+        if logits_SV.dtype != torch.float32:
+            if len(logits_SV) > len(self._logits_SV):
+                self._logits_SV = torch.empty_like(logits_SV, dtype=torch.float32)
+            logits_SV = self._logits_SV[: len(logits_SV)].copy_(logits_SV)
+        return DenseLogits(logits_SV)
+
+    def _forward(self, step: Step, pool: KVPool) -> Tensor:
         x_TD = functional.embedding(step.token_ids_T, self.embedding_VD)
         tables = self.rotary.tables(step.position_T, step.last_position)
         *inner, last = range(len(self.layers))
@@ -135,6 +148,17 @@ class DecoderModel:
     def is_ignored(self, name: str) -> bool:
         tied_head = self.config.tie_embeddings and name == "lm_head.weight"
         return tied_head or name.endswith(".rotary_emb.inv_freq")
+
+
+def activation_bytes_per_token(config: ModelConfig, itemsize: int) -> int:
+    """Upper estimate of scratch memory per token: what one layer has alive at once, counted as if
+    its two halves were alive together, plus the step's integers.
+    """
+    attended = config.num_heads * config.head_size
+    heads = attended + 2 * config.num_kv_heads * config.head_size
+    values = 6 * config.hidden_size + 4 * heads + 3 * attended + 5 * config.intermediate_size
+    integers = 16 * (8 + config.num_kv_heads)
+    return itemsize * values + integers
 
 
 def _whole(tensor: Tensor) -> Place:

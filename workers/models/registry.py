@@ -11,7 +11,7 @@ import torch
 from workers.errors import ModelError
 from workers.models import llama, mistral, qwen2, qwen3
 from workers.models.config import ConfigReader, ModelConfig
-from workers.models.decoder import DecoderModel, Model
+from workers.models.decoder import DecoderModel, WeightedModel
 
 
 class ReadConfig(Protocol):
@@ -30,7 +30,7 @@ class Build(Protocol):
         dtype: torch.dtype,
         device: torch.device,
         deterministic: bool = False,
-    ) -> Model: ...
+    ) -> WeightedModel: ...
 
 
 class Family(NamedTuple):

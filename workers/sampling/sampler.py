@@ -19,6 +19,7 @@ from torch import Tensor
 from schedulers.view import SeqId
 from workers.request import Sampled, SamplingParams, TokenLogprob
 from workers.sampling import filters
+from workers.sampling.logits import Logits
 from workers.sampling.seen import SeenTokens
 from workers.sampling.streams import stream_key, uniforms
 from workers.sequence import Sequence
@@ -53,12 +54,11 @@ class BatchSampler:
         self._device = device
         self._rows: dict[SeqId, _Row] = {}
 
-    def sample(self, logits_SV: Tensor, seqs: Seq[Sequence]) -> tuple[Sampled, ...]:
+    def sample(self, logits: Logits, seqs: Seq[Sequence]) -> tuple[Sampled, ...]:
         """Draw the token that follows each sequence's known tokens.
 
         Args:
-            logits_SV: float32 of shape (len(seqs), vocab_size), on the sampler's device. Not
-                changed.
+            logits: of len(seqs) rows, on the sampler's device.
             seqs: the sequences, in the order of the rows. Not changed.
 
         Returns:
@@ -68,21 +68,21 @@ class BatchSampler:
         if not seqs:
             return ()
         rows = [self._row(seq) for seq in seqs]
-        chosen_S, best_S = filters.likeliest(logits_SV)
+        chosen_S, best_S = logits.likeliest()
         special = [
             i
             for i, (row, seq) in enumerate(zip(rows, seqs, strict=True))
-            if not _is_plain(row, seq)
+            if not self._is_plain(row, seq)
         ]
         finite = torch.isfinite(best_S).tolist()
         special = [i for i in special if finite[i]]
         alive = dict.fromkeys(special, True)
         if special:
-            taken, ok = self._sample_special(logits_SV, [rows[i] for i in special], seqs, special)
+            taken, ok = self._sample_special(logits, [rows[i] for i in special], seqs, special)
             chosen_S = chosen_S.index_copy(0, self._index(special), taken)
             alive = dict(zip(special, ok, strict=True))
         tokens: list[int] = chosen_S.tolist()
-        logprobs = self._logprobs(logits_SV, chosen_S, rows, finite)
+        logprobs = self._logprobs(logits, chosen_S, rows, finite)
         return tuple(
             _result(i, tokens[i], finite[i], alive.get(i, True), logprobs) for i in range(len(seqs))
         )
@@ -98,11 +98,11 @@ class BatchSampler:
         return row
 
     def _sample_special(
-        self, logits_SV: Tensor, rows: Seq[_Row], all_seqs: Seq[Sequence], special: Seq[int]
+        self, all_logits: Logits, rows: Seq[_Row], all_seqs: Seq[Sequence], special: Seq[int]
     ) -> tuple[Tensor, list[bool]]:
         """Tokens of the rows `special`, and for each whether there was one to choose."""
         seqs = [all_seqs[i] for i in special]
-        logits = logits_SV.index_select(0, self._index(special))
+        logits = all_logits.rows(self._index(special))
         self._penalise(logits, rows, seqs)
         self._mask_grammars(logits, seqs)
         self._suppress_ends(logits, seqs)
@@ -165,6 +165,9 @@ class BatchSampler:
             pairs = torch.tensor(ends, device=self._device)
             logits[pairs[:, 0], pairs[:, 1]] = float("-inf")
 
+    def _is_plain(self, row: _Row, seq: Sequence) -> bool:
+        return row.plain and not (_is_too_short(seq) and self._ends(seq))
+
     def _ends(self, seq: Sequence) -> frozenset[int]:
         eos = frozenset[int]() if seq.request.sampling.ignore_eos else self._eos_token_ids
         return seq.stop_ids | eos
@@ -182,14 +185,14 @@ class BatchSampler:
         return filters.draw(logits, torch.from_numpy(numbers).to(self._device))
 
     def _logprobs(
-        self, logits_SV: Tensor, chosen_S: Tensor, rows: Seq[_Row], finite: Seq[bool]
+        self, logits: Logits, chosen_S: Tensor, rows: Seq[_Row], finite: Seq[bool]
     ) -> Mapping[int, tuple[float, tuple[TokenLogprob, ...]]]:
         """Log-probabilities of the raw distribution, by row, for the rows that want them."""
         wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None and finite[i]]
         if not wanted:
             return {}
         index = self._index(wanted)
-        some = torch.log_softmax(logits_SV.index_select(0, index), dim=1)
+        some = torch.log_softmax(logits.rows(index), dim=1)
         chosen = some.gather(1, chosen_S.index_select(0, index)[:, None])[:, 0].tolist()
         most = min(max(rows[i].params.logprobs or 0 for i in wanted), self._vocab_size)
         values, ids = torch.topk(some, most, dim=1)
@@ -242,10 +245,6 @@ def _new_row(seq: Sequence) -> _Row:
         penalised=penalised,
         plain=params.greedy and not penalised and seq.request.grammar is None,
     )
-
-
-def _is_plain(row: _Row, seq: Sequence) -> bool:
-    return row.plain and not _is_too_short(seq)
 
 
 def _is_too_short(seq: Sequence) -> bool:

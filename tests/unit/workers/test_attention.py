@@ -23,7 +23,7 @@ from workers.attention import (
 from workers.backends.base import Batch, Segment
 from workers.kernels import attention as native
 from workers.kv import KVPool
-from workers.models.step import build_step
+from workers.models.step import build_step, lay_out
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4
@@ -170,7 +170,7 @@ def test_a_packed_batch_equals_the_oracle(pieces, window, deterministic) -> None
         device=CPU,
         deterministic=deterministic,
     )
-    plan = build_step(make_batch(pieces, tables), pool, CPU).attention
+    plan = build_step(lay_out(make_batch(pieces, tables), pool.block_size), pool, CPU).attention
     got = attend(q, k, v, pool.layers[0], plan, window=window)
     row = 0
     for (start, count), (k, v) in zip(pieces, histories, strict=True):

@@ -15,10 +15,10 @@ from tests.unit.workers.tiny_models import FAMILIES, VOCAB_SIZE, make_tiny_model
 from workers.backends.base import Batch, Segment
 from workers.backends.torch_backend import TorchBackend
 from workers.loading.files import resolve_model
-from workers.models.step import build_step
+from workers.models.step import lay_out
 
 TOLERANCE = 1e-4
-BLOCK_SIZE = 4
+BLOCK_SIZE = 16
 NUM_BLOCKS = 128
 
 
@@ -101,8 +101,9 @@ def make_rows(*lengths: int, seed: int = 0) -> list[Row]:
 def run(backend: TorchBackend, *segments: Segment) -> torch.Tensor:
     """Float32 logits after each segment."""
     with torch.inference_mode():
-        step = build_step(Batch(segments), backend._pool, torch.device("cpu"))
-        return backend._model.logits(step, backend._pool).float()
+        logits = backend._model.logits(lay_out(Batch(segments), BLOCK_SIZE), backend._pool)
+        num_sampled = sum(segment.sample for segment in segments)
+        return logits.rows(torch.arange(num_sampled))
 
 
 def assert_equal(got: torch.Tensor, want: torch.Tensor, tolerance: float = TOLERANCE) -> None:

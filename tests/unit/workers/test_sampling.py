@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from schedulers.view import SeqId
 from workers.request import Request, RequestId, Sampled, SamplingParams
 from workers.sampling import BatchSampler, filters
+from workers.sampling.logits import DenseLogits
 from workers.sampling.streams import stream_key, uniforms
 from workers.sequence import Sequence
 
@@ -87,7 +88,7 @@ def sampler(vocab: int = VOCAB) -> BatchSampler:
 
 def sample(logits: np.ndarray, *seqs: Sequence) -> tuple[Sampled, ...]:
     rows = torch.from_numpy(np.atleast_2d(logits).astype(np.float32))
-    return sampler(rows.shape[1]).sample(rows, seqs)
+    return sampler(rows.shape[1]).sample(DenseLogits(rows), seqs)
 
 
 # The oracle: one row, float64, written to be read.
@@ -305,11 +306,13 @@ def test_c52_a_draw_depends_on_neither_batch_nor_order(batch: int) -> None:
     seqs = mixed_batch()
     rng = np.random.default_rng(1)
     logits = torch.from_numpy(rng.standard_normal((len(seqs), VOCAB)).astype(np.float32) * 3)
-    want = dict(zip((seq.seq_id for seq in seqs), sampler().sample(logits, seqs), strict=True))
+    want = dict(
+        zip((seq.seq_id for seq in seqs), sampler().sample(DenseLogits(logits), seqs), strict=True)
+    )
     order = rng.permutation(len(seqs))
     for start in range(0, len(order), batch):
         part = order[start : start + batch].tolist()
-        found = sampler().sample(logits[part], [seqs[i] for i in part])
+        found = sampler().sample(DenseLogits(logits[part]), [seqs[i] for i in part])
         for i, item in zip(part, found, strict=True):
             assert item.token_id == want[seqs[i].seq_id].token_id
 
@@ -321,10 +324,10 @@ def test_c52_the_global_random_state_is_neither_read_nor_moved() -> None:
     )
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    first = sampler().sample(logits, seqs)
+    first = sampler().sample(DenseLogits(logits), seqs)
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(2)
-    assert sampler().sample(logits, seqs) == first
+    assert sampler().sample(DenseLogits(logits), seqs) == first
 
 
 def test_penalties_survive_a_suspension() -> None:
@@ -339,8 +342,8 @@ def test_penalties_survive_a_suspension() -> None:
     steady = sampler()
     for _ in range(100):
         logits = torch.from_numpy(rng.standard_normal((1, VOCAB)).astype(np.float32) * 2)
-        (known,) = steady.sample(logits, [seq])
-        (fresh,) = sampler().sample(logits, [seq])
+        (known,) = steady.sample(DenseLogits(logits), [seq])
+        (fresh,) = sampler().sample(DenseLogits(logits), [seq])
         assert known == fresh
         seq.token_ids.append(known.token_id)
 
@@ -350,10 +353,10 @@ def test_a_forgotten_sequence_number_can_be_used_again() -> None:
     logits = torch.zeros((1, VOCAB))
     logits[0, 9] = 1.0
     penalised = make_seq(1, output=(9,), frequency_penalty=2.0)
-    assert one.sample(logits, [penalised])[0].token_id != 9
+    assert one.sample(DenseLogits(logits), [penalised])[0].token_id != 9
     one.forget(SeqId(1))
     one.forget(SeqId(1))
-    assert one.sample(logits, [make_seq(1)])[0].token_id == 9
+    assert one.sample(DenseLogits(logits), [make_seq(1)])[0].token_id == 9
 
 
 def test_samples_of_a_row_differ_and_repeat() -> None:
@@ -450,7 +453,7 @@ def test_stop_ids_outside_the_logits_do_no_harm() -> None:
 
 
 def test_an_empty_batch_has_no_tokens() -> None:
-    assert sampler().sample(torch.empty((0, VOCAB)), []) == ()
+    assert sampler().sample(DenseLogits(torch.empty((0, VOCAB))), []) == ()
 
 
 def test_sampling_changes_neither_logits_nor_sequences() -> None:
@@ -459,7 +462,7 @@ def test_sampling_changes_neither_logits_nor_sequences() -> None:
         np.random.default_rng(8).standard_normal((24, VOCAB)).astype(np.float32)
     )
     kept, tokens = logits.clone(), copy.deepcopy([seq.token_ids for seq in seqs])
-    sampler().sample(logits, seqs)
+    sampler().sample(DenseLogits(logits), seqs)
     assert torch.equal(kept, logits)
     assert [seq.token_ids for seq in seqs] == tokens
 

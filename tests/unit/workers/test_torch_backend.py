@@ -16,11 +16,12 @@ from schedulers.policies import make_policy
 from schedulers.view import Budget, SeqId
 from tests.unit.workers.tiny_models import make_tiny_model
 from workers.backends.base import Batch, Segment
-from workers.backends.torch_backend import TorchBackend, activation_bytes_per_token
+from workers.backends.torch_backend import TorchBackend
 from workers.engine import Engine, EngineConfig
 from workers.errors import BackendError, DeviceOutOfMemory, InternalError, ModelError
 from workers.loading.files import resolve_model
 from workers.models import device as device_choice
+from workers.models.decoder import activation_bytes_per_token
 from workers.models.device import pick_device, pick_dtype
 from workers.request import Request, RequestId, SamplingParams
 from workers.sequence import Sequence
@@ -102,7 +103,7 @@ def quantise(tensors: dict[str, torch.Tensor]) -> None:
     [
         (rename, r"has tensor 'model\.layers\.1\.mlp\.up_proj\.weigh', which this architecture"),
         (drop, r"lack tensor 'model\.layers\.2\.self_attn\.k_proj\.weight' \(1 are missing of"),
-        (reshape, r"'model\.norm\.weight' has shape \[5\], and config\.json asks for \[72\]"),
+        (reshape, r"'model\.norm\.weight' has shape \[5\], and config\.json asks for \[144\]"),
         (quantise, r"'model\.layers\.0\.mlp\.down_proj\.weight' is of type I8"),
     ],
 )
@@ -128,7 +129,7 @@ def test_a_tied_head_in_the_files_and_old_rotary_tables_are_ignored(tmp_path) ->
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
     save_file(tensors, tmp_path / "model.safetensors")
     backend = TorchBackend.load(resolve_model(str(tmp_path)), device="cpu", dtype="float32")
-    assert backend.info.num_parameters == sum(t.numel() for t in tensors.values()) - 8 - 320 * 72
+    assert backend.info.num_parameters == sum(t.numel() for t in tensors.values()) - 8 - 320 * 144
 
 
 # -- device and number format ---------------------------------------------------------------------
@@ -177,7 +178,7 @@ def test_scratch_memory_is_bounded_by_the_estimate(dtype, deterministic, folder)
     backend.allocate(num_blocks=64, block_size=16)
     info = backend.info
     batch = prompt_batch(400, 250, 100, *[1] * 12)
-    backend.execute(batch)
+    backend.execute(prompt_batch(4))
     peak = peak_bytes(lambda: backend.execute(batch))
     per_token = batch.num_tokens * info.activation_bytes_per_token
     assert peak <= per_token + len(batch.segments) * info.logits_bytes_per_seq
@@ -273,7 +274,7 @@ def test_c37_two_models_in_sequence_and_memory_comes_back(folder, tmp_path) -> N
                 backend._model.embedding_VD,
                 backend._model.layers[0].qkv.weight_OI,
                 backend._pool.layers[0].k_BKPH,
-                backend._logits_SV,
+                backend._model._logits_SV,
             )
         ]
         backend.close()

@@ -34,7 +34,7 @@ SENTENCES = (
 )
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
-    "hidden_size": 72,
+    "hidden_size": 144,
     "intermediate_size": 96,
     "num_hidden_layers": 3,
     "num_attention_heads": 6,

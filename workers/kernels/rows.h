@@ -1,0 +1,65 @@
+// Operations on single rows: normalisation, quantisation, rotation. Sizes are multiples of 16.
+
+#pragma once
+
+#include <algorithm>
+#include <limits>
+
+#include "vectors.h"
+
+namespace headrace {
+
+// 1 / root mean square.
+inline float inverse_rms(const float* row, int size, float eps) {
+  __m512 squares = _mm512_setzero_ps();
+  for (int d = 0; d < size; d += kLanes) squares = _mm512_fmadd_ps(load16(row + d), load16(row + d), squares);
+  return 1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / static_cast<float>(size) + eps);
+}
+
+inline void normalise_row(const float* row, const float* weight, int size, float eps, bf16* out) {
+  const __m512 inverse = _mm512_set1_ps(inverse_rms(row, size, eps));
+  for (int d = 0; d < size; d += kLanes)
+    store16(out + d, _mm512_mul_ps(_mm512_mul_ps(load16(row + d), inverse), load16(weight + d)));
+}
+
+// Symmetric bytes with 128 added; returns the scale, NaN where the row holds NaN.
+inline float to_bytes(const bf16* row, int size, uint8_t* out) {
+  __m512 largest = _mm512_setzero_ps();
+  __mmask16 broken = 0;
+  for (int d = 0; d < size; d += kLanes) {
+    const __m512 x = load16(row + d);
+    largest = _mm512_max_ps(_mm512_abs_ps(x), largest);
+    broken |= _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  }
+  const float scale = _mm512_reduce_max_ps(largest) / 127.0f;
+  const __m512 inverse = _mm512_set1_ps(scale > 0 ? 1.0f / scale : 0.0f);
+  for (int d = 0; d < size; d += kLanes) {
+    const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(load16(row + d), inverse));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + d),
+                     _mm512_cvtepi32_epi8(_mm512_add_epi32(whole, _mm512_set1_epi32(128))));
+  }
+  return broken ? std::numeric_limits<float>::quiet_NaN() : scale;
+}
+
+// A head (first half, second half) becomes (a cos - b sin, b cos + a sin), after an RMS norm where the model has one.
+inline void rotate_head(float* head, int head_size, const float* cos, const float* sin, const float* norm, float eps) {
+  if (norm) {
+    const __m512 inverse = _mm512_set1_ps(inverse_rms(head, head_size, eps));
+    for (int h = 0; h < head_size; h += kLanes)
+      store16(head + h, _mm512_mul_ps(_mm512_mul_ps(load16(head + h), inverse), load16(norm + h)));
+  }
+  const int half = head_size / 2;
+  int h = 0;
+  for (; h + kLanes <= half; h += kLanes) {
+    const __m512 a = load16(head + h), b = load16(head + half + h), c = load16(cos + h), s = load16(sin + h);
+    store16(head + h, _mm512_fmsub_ps(a, c, _mm512_mul_ps(b, s)));
+    store16(head + half + h, _mm512_fmadd_ps(b, c, _mm512_mul_ps(a, s)));
+  }
+  for (; h < half; ++h) {
+    const float a = head[h], b = head[half + h];
+    head[h] = std::fma(a, cos[h], -(b * sin[h]));
+    head[half + h] = std::fma(b, cos[h], a * sin[h]);
+  }
+}
+
+}  // namespace headrace

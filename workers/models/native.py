@@ -1,0 +1,207 @@
+"""A decoder whose layers run in the native kernel.
+
+Legend: T tokens, S sampled rows, D hidden size, V vocabulary, P positions, H head size, M blocks.
+
+Made from a `DecoderModel` whose weights have been loaded: they are packed layer by layer, and each
+layer is dropped when it has been. A row's result does not depend, to the bit, on what else is in
+its batch, nor on the chunks in which its prompt was computed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from typing import TypeGuard
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workers.errors import InternalError
+from workers.kernels import decoder as kernel
+from workers.kernels.decoder import PackedWeight, WeightFormat, address
+from workers.kv import KVPool
+from workers.models.decoder import DecoderModel, WeightedModel
+from workers.models.device import cpu_has
+from workers.models.layers import ROPE_PAGE, DecoderLayer, Linear, frequencies
+from workers.models.step import StepLayout
+
+LANES = 16
+MAX_HEAD_SIZE = 256
+ROWS_COUNTED = 1024
+
+
+def supports(
+    model: WeightedModel, *, dtype: torch.dtype, device: torch.device
+) -> TypeGuard[DecoderModel]:
+    """Whether the native decoder runs this model here, in bfloat16 or int8, and is the fastest that
+    does: a processor with matrix tiles (AMX) multiplies bfloat16 faster through torch.
+    """
+    config = model.config
+    sizes = (config.hidden_size, config.intermediate_size, config.head_size)
+    return (
+        isinstance(model, DecoderModel)
+        and device.type == "cpu"
+        and (dtype == torch.int8 or (dtype == torch.bfloat16 and not cpu_has("amx_tile")))
+        and all(size % LANES == 0 for size in sizes)
+        and config.head_size <= MAX_HEAD_SIZE
+        and kernel.is_available()
+    )
+
+
+class NativeDecoder:
+    """Embedding, layers, norm and head as one structure of addresses.
+
+    Args:
+        model: loaded, in bfloat16 on the CPU; taken apart.
+        dtype: bfloat16 or int8, of the projections and the head.
+    """
+
+    def __init__(self, model: DecoderModel, dtype: torch.dtype) -> None:
+        self.config = model.config
+        self._weight_format: WeightFormat = "int8" if dtype == torch.int8 else "bfloat16"
+        self._kept: list[Tensor] = []
+        self._packed: list[PackedWeight] = []
+        self._frequencies = frequencies(self.config.rope, self.config.head_size)
+        self._cos_PH = self._sin_PH = torch.empty(0, self.config.head_size // 2)
+        self._layers = (kernel.LayerStruct * self.config.num_layers)()
+        for struct in self._layers:
+            self._take_layer(model.layers.pop(0), struct)
+        self._struct = self._take_ends(model)
+        self._runner = kernel.Runner(self._struct)
+        self._pool: KVPool | None = None
+
+    # -- weights --
+
+    def _take_layer(self, layer: DecoderLayer, struct: kernel.LayerStruct) -> None:
+        inner = self.config.intermediate_size
+        struct.qkv = self._pack(layer.qkv)
+        struct.out = self._pack(layer.out)
+        struct.gate_up = self._pack(layer.gate_up, list(_paired(inner)))
+        struct.down = self._pack(layer.down)
+        struct.attention_norm = self._keep(layer.attention_norm.weight_D.float())
+        struct.mlp_norm = self._keep(layer.mlp_norm.weight_D.float())
+        if layer.head_norm is not None:
+            struct.head_norm = self._keep(layer.head_norm.weight_AH.float())
+        struct.window = layer.window
+
+    def _take_ends(self, model: DecoderModel) -> kernel.DecoderStruct:
+        config = self.config
+        return kernel.DecoderStruct(
+            layers=ctypes.cast(self._layers, ctypes.c_void_p),
+            head=self._pack(model.head),
+            norm=self._keep(model.norm.weight_D.float()),
+            embedding=self._keep(model.embedding_VD),
+            num_layers=config.num_layers,
+            hidden_size=config.hidden_size,
+            inner_size=config.intermediate_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_size=config.head_size,
+            vocab_size=config.vocab_size,
+            eps=config.rms_eps,
+        )
+
+    def _pack(self, linear: Linear, order: list[int] | None = None) -> ctypes.Structure:
+        packed = kernel.pack(
+            linear.weight_OI, linear.bias_O, weight_format=self._weight_format, order=order
+        )
+        self._packed.append(packed)
+        return packed.struct
+
+    def _keep(self, tensor: Tensor) -> ctypes.c_void_p:
+        self._kept.append(tensor)
+        return address(tensor)
+
+    @property
+    def weights_bytes(self) -> int:
+        kept = sum(tensor.nbytes for tensor in self._kept)
+        return kept + sum(packed.num_bytes for packed in self._packed)
+
+    @property
+    def activation_bytes_per_token(self) -> int:
+        """Scratch memory per token of a batch, integers included."""
+        scratch = kernel.scratch_bytes(self._struct, ROWS_COUNTED) // ROWS_COUNTED
+        return scratch + 4 * self.config.hidden_size + 16 * 8
+
+    # -- a step --
+
+    def logits(self, layout: StepLayout, pool: KVPool) -> NativeLogits:
+        if self._pool is not pool:
+            self._take_pool(pool)
+        _check_range("token id", layout.token_ids_T, self.config.vocab_size)
+        _check_range("block", layout.tables_GM, pool.num_blocks)
+        self._grow_rotary(int(layout.position_T.max()))
+        out_SD = torch.empty(len(layout.sampled_S), self.config.hidden_size)
+        begins_G1 = np.concatenate([[0], layout.ends_G]).astype(np.int32)
+        starts_G = layout.starts_G.astype(np.int32)
+        tables_GM = layout.tables_GM.astype(np.int32)
+        step = kernel.StepStruct(
+            *(
+                array.ctypes.data
+                for array in (
+                    layout.token_ids_T,
+                    layout.position_T,
+                    layout.slots_T,
+                    layout.sampled_S,
+                    begins_G1,
+                    starts_G,
+                    tables_GM,
+                )
+            ),
+            layout.num_tokens,
+            len(starts_G),
+            tables_GM.shape[1],
+            len(layout.sampled_S),
+        )
+        self._runner.run(step, out_SD)
+        return NativeLogits(self._runner, out_SD)
+
+    def _take_pool(self, pool: KVPool) -> None:
+        """The memory of a pool, laid out as the kernel wants it."""
+        if pool.block_size != kernel.BLOCK_SIZE:
+            raise ValueError(
+                f"the native decoder needs KV blocks of {kernel.BLOCK_SIZE} positions, "
+                f"not of {pool.block_size}"
+            )
+        for struct, memory in zip(self._layers, pool.memory, strict=True):
+            struct.pool = address(memory)
+        self._struct.num_blocks = pool.num_blocks
+        self._pool = pool
+
+    def _grow_rotary(self, last: int) -> None:
+        if last < len(self._cos_PH):
+            return
+        length = (last // ROPE_PAGE + 1) * ROPE_PAGE
+        angle_PH = torch.arange(length, dtype=torch.float32)[:, None] * self._frequencies
+        self._cos_PH, self._sin_PH = angle_PH.cos(), angle_PH.sin()
+        self._struct.cos, self._struct.sin = address(self._cos_PH), address(self._sin_PH)
+
+
+class NativeLogits:
+    """`Logits` computed on demand from the residual stream."""
+
+    def __init__(self, runner: kernel.Runner, residual_SD: Tensor) -> None:
+        self._runner = runner
+        self._residual_SD = residual_SD
+
+    def likeliest(self) -> tuple[Tensor, Tensor]:
+        return self._runner.likeliest(self._residual_SD)
+
+    def rows(self, index_R: Tensor) -> Tensor:
+        return self._runner.logits(self._residual_SD[index_R])
+
+
+def _check_range(what: str, values: np.ndarray, end: int) -> None:
+    """The kernel reads memory at these places."""
+    if values.min() < 0 or values.max() >= end:
+        raise InternalError(f"a {what} of a batch is outside of 0 to {end - 1}")
+
+
+def _paired(inner: int) -> Iterator[int]:
+    """Order of the fused gate and up projections: 32 of the gate, the same 32 of up, and so on."""
+    half = kernel.PANEL // 2
+    for first in range(0, inner, half):
+        for base in (0, inner):
+            for index in range(first, first + half):
+                yield base + index if index < inner else -1
