@@ -5,7 +5,6 @@ from __future__ import annotations
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
 from datetime import UTC, datetime
 
 from flows.estimate import estimate_cost
@@ -137,7 +136,7 @@ class Journal:
     # -- what happens --
 
     def add_step(self, step: StepRecord) -> None:
-        self._tables["steps"].add(asdict(step))
+        self._tables["steps"].add(step.row())
         self._num_steps += 1
         self._num_short_steps += step.num_suspended > 0
 

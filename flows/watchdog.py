@@ -12,8 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from schedulers.view import SeqId
-from workers.backends.base import Backend, Batch
-from workers.request import Sampled
+from workers.backends.base import Backend, Batch, Executed
 
 
 class Step(NamedTuple):
@@ -40,7 +39,7 @@ class WatchedBackend:
     def allocate(self, *, num_blocks: int, block_size: int) -> None:
         self._backend.allocate(num_blocks=num_blocks, block_size=block_size)
 
-    def execute(self, batch: Batch) -> tuple[Sampled, ...]:
+    def execute(self, batch: Batch) -> Executed:
         self.step = Step(self._clock(), batch.num_tokens, len(batch.segments))
         try:
             return self._backend.execute(batch)

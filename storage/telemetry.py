@@ -31,8 +31,35 @@ STEPS = pa.schema(
         ("num_free_blocks", pa.int64()),
         ("num_blocks", pa.int64()),
         ("policy_mode", pa.string()),
+        # Parts of `schedule_s`, but `intake_s`, which came before the step.
+        ("intake_s", pa.float64()),
+        ("plan_s", pa.float64()),
+        ("apply_s", pa.float64()),
+        ("resume_s", pa.float64()),
+        ("account_s", pa.float64()),
+        # Parts of `elapsed_s`; what they leave of it is the backend's own.
+        ("layout_s", pa.float64()),
+        ("products_s", pa.float64()),
+        ("attention_s", pa.float64()),
+        ("rows_s", pa.float64()),
+        ("head_s", pa.float64()),
+        ("sampling_s", pa.float64()),
+        ("device_s", pa.float64()),
     ]
 )
+THREADS = pa.schema(
+    [
+        ("run_id", pa.string()),
+        ("at_s", pa.float64()),
+        ("thread", pa.string()),
+        ("work", pa.string()),
+        ("cpu_s", pa.float64()),
+        ("elapsed_s", pa.float64()),
+    ]
+)
+"""Work beside the engine, added up since the start of a run: of each kind the latest row counts.
+Thread `main` is what the run did before its first step and behind its last one.
+"""
 _EVENT = [("run_id", pa.string()), ("step", pa.int64()), ("at_s", pa.float64())]
 """Of every event table: the step that it preceded, and the engine's clock."""
 
@@ -125,6 +152,7 @@ COSTS = pa.schema(
 )
 TABLES: Mapping[str, pa.Schema] = {
     "steps": STEPS,
+    "threads": THREADS,
     "crossover": CROSSOVER,
     "phases": PHASES,
     "memory_plan": MEMORY_PLAN,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from schedulers.blocks import BlockManager, blocks_for
 from schedulers.loop import Loop, NothingPlanned
-from schedulers.view import Budget, Finished, Plan, Policy, SeqId
+from schedulers.view import Budget, Finished, Outcome, Plan, Policy, SeqId
 from workers.backends.base import Backend, Batch
 from workers.errors import DeviceOutOfMemory, InternalError
 from workers.intake import IterableSource, RequestSource
@@ -29,6 +29,7 @@ from workers.request import (
 )
 from workers.rows import RowTable
 from workers.sequence import FindStop, Sequence
+from workers.times import EngineTimes, ExecuteTimes, Stopwatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +102,7 @@ class Engine:
         self._source: RequestSource = IterableSource(())
         self._next_seq_id = 0
         self._num_steps = 0
+        self._intake_s = 0.0
         self._stopping = False
 
     # -- the loop --
@@ -128,15 +130,23 @@ class Engine:
 
     def step(self) -> None:
         """One turn of the wheel."""
-        started_s = self._clock()
+        watch = Stopwatch(self._clock)
+        started_s = watch.last_s
         try:
             plan = self._loop.plan(input_exhausted=self._source.exhausted, now_s=started_s)
         except NothingPlanned as bug:
             raise InternalError(str(bug)) from bug
+        plan_s = watch.lap()
         batch = Batch(tuple(self._loop.apply(plan)))
-        sampled, execute_s = self._execute(batch)
+        apply_s = watch.lap()
+        sampled, execute = self._execute(batch)
+        elapsed_s = watch.lap()
         finished = self._resume(batch, sampled)
-        self._account(plan, batch, finished, started_s, execute_s)
+        resume_s = watch.lap()
+        outcome = self._account(plan, batch, finished, started_s, elapsed_s)
+        intake_s, self._intake_s = self._intake_s, 0.0
+        parts = EngineTimes(intake_s, plan_s, apply_s, resume_s, watch.lap())
+        self._on_step(self._record(plan, batch, outcome, started_s, parts, execute))
 
     @property
     def num_in_flight(self) -> int:
@@ -145,10 +155,10 @@ class Engine:
 
     # -- execute --
 
-    def _execute(self, batch: Batch) -> tuple[dict[SeqId, Sampled], float]:
+    def _execute(self, batch: Batch) -> tuple[dict[SeqId, Sampled], ExecuteTimes]:
         """Compute, in smaller batches when the device has no memory for this one."""
-        started_s = self._clock()
         sampled: dict[SeqId, Sampled] = {}
+        times = ExecuteTimes()
         largest = 0
         pending = [batch]
         while pending:
@@ -156,16 +166,17 @@ class Engine:
             if not part.segments:
                 continue
             try:
-                tokens = self.backend.execute(part)
+                done = self.backend.execute(part)
             except DeviceOutOfMemory as error:
                 pending.extend(self._halve(part, error))
                 continue
             largest = max(largest, part.num_tokens)
             sampling = [segment.seq.seq_id for segment in part.segments if segment.sample]
-            sampled.update(zip(sampling, tokens, strict=True))
+            sampled.update(zip(sampling, done.sampled, strict=True))
+            times = times.plus(done.times)
         loop = self._loop
         loop.budget = self._pressure.after_step(loop.budget, batch.num_tokens, largest)
-        return sampled, self._clock() - started_s
+        return sampled, times
 
     def _halve(self, batch: Batch, error: DeviceOutOfMemory) -> list[Batch]:
         """Two halves of a batch that did not fit, the second first; a single token's row fails."""
@@ -260,8 +271,10 @@ class Engine:
         room = self.config.window - len(self._loop.waiting)
         if room < 1 or self._source.exhausted:
             return
+        watch = Stopwatch(self._clock)
         for request in self._source.take(room, wait=not self._loop.has_work):
             self._arrive(request)
+        self._intake_s += watch.lap()
 
     def _arrive(self, request: Request) -> None:
         error = self._refusal(request)
@@ -325,32 +338,43 @@ class Engine:
             self._release(seq)
 
     def _account(
-        self, plan: Plan, batch: Batch, finished: list[Finished], started_s: float, execute_s: float
-    ) -> None:
-        """Tell the policy, and whoever listens, what the step was."""
-        outcome = self._loop.observe(plan, batch.segments, finished, execute_s)
+        self, plan: Plan, batch: Batch, finished: list[Finished], started_s: float, elapsed_s: float
+    ) -> Outcome:
+        """Tell the policy what the step was, and who listens what the policy decided."""
+        outcome = self._loop.observe(plan, batch.segments, finished, elapsed_s)
         self._num_steps += 1
         for event in plan.events:
             self._on_event(EventRecord(step=self._num_steps, at_s=started_s, event=event))
-        self._on_step(
-            StepRecord(
-                step=self._num_steps,
-                started_s=started_s,
-                elapsed_s=execute_s,
-                phase=plan.phase,
-                reason=plan.reason,
-                num_prefill_tokens=outcome.num_prefill_tokens,
-                num_decode_tokens=outcome.num_decode_tokens,
-                num_context_tokens=outcome.num_context_tokens,
-                num_seqs=len(batch.segments),
-                num_running=len(self._loop.running),
-                num_waiting=len(self._loop.waiting),
-                num_admitted=len(plan.admitted),
-                num_suspended=len(plan.suspended),
-                num_finished=len(finished),
-                num_free_blocks=self.blocks.num_free_blocks,
-                num_blocks=self.blocks.num_blocks,
-                schedule_s=self._clock() - started_s - execute_s,
-                policy_mode=plan.mode or "",
-            )
+        return outcome
+
+    def _record(
+        self,
+        plan: Plan,
+        batch: Batch,
+        outcome: Outcome,
+        started_s: float,
+        parts: EngineTimes,
+        execute: ExecuteTimes,
+    ) -> StepRecord:
+        return StepRecord(
+            step=self._num_steps,
+            started_s=started_s,
+            elapsed_s=outcome.elapsed_s,
+            phase=plan.phase,
+            reason=plan.reason,
+            num_prefill_tokens=outcome.num_prefill_tokens,
+            num_decode_tokens=outcome.num_decode_tokens,
+            num_context_tokens=outcome.num_context_tokens,
+            num_seqs=len(batch.segments),
+            num_running=len(self._loop.running),
+            num_waiting=len(self._loop.waiting),
+            num_admitted=len(plan.admitted),
+            num_suspended=len(plan.suspended),
+            num_finished=len(outcome.finished),
+            num_free_blocks=self.blocks.num_free_blocks,
+            num_blocks=self.blocks.num_blocks,
+            schedule_s=parts.plan_s + parts.apply_s + parts.resume_s + parts.account_s,
+            policy_mode=plan.mode or "",
+            engine=parts,
+            execute=execute,
         )

@@ -7,10 +7,11 @@ bad.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, NewType, Protocol
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple, NewType, Protocol
 
 from schedulers.events import PolicyEvent
+from workers.times import EngineTimes, ExecuteTimes
 
 RequestId = NewType("RequestId", str)
 
@@ -240,9 +241,19 @@ class StepRecord:
     num_free_blocks: int
     num_blocks: int
     schedule_s: float = field(default=0.0)
-    """Seconds spent in plan, apply and resume, outside the backend."""
+    """Seconds spent in plan, apply, resume and accounting, outside the backend."""
     policy_mode: str = ""
     """What the policy was doing: "exclusive" or "mixed"."""
+    engine: EngineTimes = field(default_factory=EngineTimes)
+    """Parts of `schedule_s`, and what came before the step."""
+    execute: ExecuteTimes = field(default_factory=ExecuteTimes)
+    """Parts of `elapsed_s`."""
+
+    def row(self) -> dict[str, Any]:
+        """The record by columns; those of the parts are beside the others."""
+        columns = asdict(self)
+        del columns["engine"], columns["execute"]
+        return {**columns, **self.engine._asdict(), **self.execute._asdict()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import numpy as np
 
 from schedulers.sim.arrivals import ClosedLoop, SimRequest, Stage
 from schedulers.view import SeqId
-from workers.backends.base import Backend, Batch, ModelInfo
+from workers.backends.base import Backend, Batch, Executed, ModelInfo
 from workers.request import Request, RequestId, Sampled, SamplingParams
 
 
@@ -39,13 +39,14 @@ class ForcedLengths:
     def allocate(self, *, num_blocks: int, block_size: int) -> None:
         self._inner.allocate(num_blocks=num_blocks, block_size=block_size)
 
-    def execute(self, batch: Batch) -> tuple[Sampled, ...]:
-        sampled = self._inner.execute(batch)
+    def execute(self, batch: Batch) -> Executed:
+        done = self._inner.execute(batch)
         sequences = [segment.seq for segment in batch.segments if segment.sample]
-        return tuple(
+        forced = tuple(
             self._forced(token, seq.request.request_id, seq.num_output_tokens + 1)
-            for token, seq in zip(sampled, sequences, strict=True)
+            for token, seq in zip(done.sampled, sequences, strict=True)
         )
+        return done._replace(sampled=forced)
 
     def _forced(self, sampled: Sampled, request_id: str, position: int) -> Sampled:
         if position >= self._num_output_tokens[request_id]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from schedulers.loop import Segment
 from schedulers.view import SeqId
 from workers.request import Sampled
+from workers.times import ExecuteTimes
 
 if TYPE_CHECKING:
     from workers.sequence import Sequence
@@ -58,6 +59,18 @@ class Batch:
         return sum(segment.num_tokens for segment in self.segments)
 
 
+class Executed(NamedTuple):
+    """What came of a batch.
+
+    Attributes:
+        sampled: one token for each segment with `sample`, in their order.
+        times: where the time went, as far as the backend can tell; the rest is its own.
+    """
+
+    sampled: tuple[Sampled, ...]
+    times: ExecuteTimes = ExecuteTimes()
+
+
 class Backend(Protocol):
     """Executes batches. One per engine and device; not thread-safe."""
 
@@ -73,9 +86,9 @@ class Backend(Protocol):
         """
         ...
 
-    def execute(self, batch: Batch) -> tuple[Sampled, ...]:
+    def execute(self, batch: Batch) -> Executed:
         """Compute a batch, write its keys and values, and draw one token for each segment with
-        `sample`, in their order.
+        `sample`.
 
         Does not change the sequences. Safe to repeat: writing the same positions again has the same
         effect.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import xxhash
 
 from schedulers.view import SeqId
-from workers.backends.base import Batch, ModelInfo, Segment
+from workers.backends.base import Batch, Executed, ModelInfo, Segment
 from workers.errors import BackendError, DeviceOutOfMemory
 from workers.request import Sampled
 from workers.sequence import Sequence
@@ -103,7 +103,7 @@ class FakeBackend:
         self._block_size = block_size
         self._slots = [None] * (num_blocks * block_size if self._check_slots else 0)
 
-    def execute(self, batch: Batch) -> tuple[Sampled, ...]:
+    def execute(self, batch: Batch) -> Executed:
         if self._on_execute is not None:
             self._on_execute(batch)
         self._raise_faults(batch)
@@ -112,7 +112,7 @@ class FakeBackend:
             for segment in batch.segments:
                 self._write(segment)
         self.num_computed_tokens += batch.num_tokens
-        return tuple(self._sample(segment) for segment in batch.segments if segment.sample)
+        return Executed(tuple(self._sample(item) for item in batch.segments if item.sample))
 
     def _raise_faults(self, batch: Batch) -> None:
         faults = self._faults

@@ -9,6 +9,7 @@ in inference mode, on the calling thread.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 
@@ -16,7 +17,7 @@ import torch
 
 from schedulers.view import SeqId
 from workers.attention import MAX_BUCKET_POSITIONS, QUERY_TILE
-from workers.backends.base import Batch, ModelInfo
+from workers.backends.base import Batch, Executed, ModelInfo
 from workers.errors import BackendError, DeviceOutOfMemory, InternalError, ModelError
 from workers.kv import KVPool
 from workers.loading.files import ModelFiles
@@ -27,8 +28,8 @@ from workers.models.device import DeviceName, DtypeName, pick_device, pick_dtype
 from workers.models.registry import find_family
 from workers.models.step import lay_out
 from workers.models.weights import check_weights, load_weights, unique_tensors
-from workers.request import Sampled
 from workers.sampling import BatchSampler
+from workers.times import ExecuteTimes, Stopwatch
 
 _log = logging.getLogger(__name__)
 
@@ -108,14 +109,26 @@ class TorchBackend:
                 device=self._device,
             )
 
-    def execute(self, batch: Batch) -> tuple[Sampled, ...]:
+    def execute(self, batch: Batch) -> Executed:
         model, pool = self._loaded(), self._pool
         if pool is None:
             raise InternalError("execute was called before allocate")
+        watch = Stopwatch(time.perf_counter)
+        before = model.times()
         seqs = [segment.seq for segment in batch.segments if segment.sample]
         with _translated(f"a batch of {batch.num_tokens} tokens"), torch.inference_mode():
-            logits = model.logits(lay_out(batch, pool.block_size), pool)
-            return self._sampler.sample(logits, seqs) if seqs else ()
+            layout = lay_out(batch, pool.block_size)
+            layout_s = watch.lap()
+            logits = model.logits(layout, pool)
+            model_s, behind = watch.lap(), model.times()
+            sampled = self._sampler.sample(logits, seqs) if seqs else ()
+        sampling_s, after = watch.lap(), model.times()
+        if before is None or behind is None or after is None:
+            return Executed(sampled, ExecuteTimes(layout_s, device_s=model_s + sampling_s))
+        # Logits may be computed as they are asked for, by the sampler.
+        layout_s += model_s - sum(behind.since(before))
+        sampling_s -= sum(after.since(behind))
+        return Executed(sampled, ExecuteTimes(layout_s, *after.since(before), sampling_s))
 
     def forget(self, seq_id: SeqId) -> None:
         self._sampler.forget(seq_id)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Literal
 
 import numpy as np
@@ -195,16 +196,24 @@ def scratch_bytes(decoder: DecoderStruct, num_rows: int) -> int:
 
 
 class Runner:
-    """Calls the kernel, and keeps its scratch memory between calls."""
+    """Calls the kernel, and keeps its scratch memory between calls.
+
+    Attributes:
+        times: what the kernel says of `run`.
+        run_s: seconds in `run`, added up.
+        head_s: seconds in `logits` and `likeliest`, added up.
+    """
 
     def __init__(self, decoder: DecoderStruct) -> None:
         self._decoder = decoder
         self._library = _library()
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self.times = Times()
+        self.run_s = self.head_s = 0.0
 
     def run(self, step: StepStruct, out_SD: Tensor) -> None:
         """The residual stream, float32, of the sampled rows behind the last layer."""
+        started_s = perf_counter()
         self._library.headrace_decoder_run(
             ctypes.byref(self._decoder),
             ctypes.byref(step),
@@ -212,9 +221,11 @@ class Runner:
             address(out_SD),
             ctypes.byref(self.times),
         )
+        self.run_s += perf_counter() - started_s
 
     def logits(self, residual_SD: Tensor) -> Tensor:
         """Logits (S, V), float32."""
+        started_s = perf_counter()
         out_SV = torch.empty(len(residual_SD), self._decoder.vocab_size)
         self._library.headrace_decoder_logits(
             ctypes.byref(self._decoder),
@@ -223,10 +234,12 @@ class Runner:
             self._room(len(residual_SD)),
             address(out_SV),
         )
+        self.head_s += perf_counter() - started_s
         return out_SV
 
     def likeliest(self, residual_SD: Tensor) -> tuple[Tensor, Tensor]:
         """Ids of the likeliest tokens and their logits, (S,) each; NaN where a row holds one."""
+        started_s = perf_counter()
         ids_S = torch.empty(len(residual_SD), dtype=torch.int64)
         best_S = torch.empty(len(residual_SD))
         self._library.headrace_decoder_likeliest(
@@ -237,6 +250,7 @@ class Runner:
             address(ids_S),
             address(best_S),
         )
+        self.head_s += perf_counter() - started_s
         return ids_S, best_S
 
     def _room(self, num_rows: int) -> ctypes.c_void_p:

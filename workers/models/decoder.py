@@ -6,6 +6,8 @@ vocabulary, A heads of the fused projection, H head size, R rows of KV memory.
 
 from __future__ import annotations
 
+import time
+from dataclasses import astuple
 from typing import Protocol
 
 import torch
@@ -19,6 +21,7 @@ from workers.models.layers import DecoderLayer, Linear, Make, RMSNorm, Rotary, i
 from workers.models.step import Step, StepLayout, build_step
 from workers.models.weights import Place, Places, unique_tensors
 from workers.sampling.logits import DenseLogits, Logits
+from workers.times import ModelTimes, Stopwatch
 
 TILE_ROWS = 32
 """Rows of a tile in deterministic mode."""
@@ -42,6 +45,12 @@ class Model(Protocol):
 
     def logits(self, layout: StepLayout, pool: KVPool) -> Logits:
         """Run a batch: write its keys and values, and give the logits of the sampled rows."""
+        ...
+
+    def times(self) -> ModelTimes | None:
+        """Where the time of all calls so far went, that of the logits' own methods included; None
+        where the device works by itself and only waiting for it could tell.
+        """
         ...
 
 
@@ -69,6 +78,7 @@ class DecoderModel:
         deterministic: bool = False,
     ) -> None:
         make = Make(dtype, device)
+        self._spent = make.spent
         self.config = config
         self.device = device
         self.tile_rows = TILE_ROWS if deterministic else None
@@ -102,14 +112,27 @@ class DecoderModel:
         return activation_bytes_per_token(self.config, self.embedding_VD.itemsize)
 
     def logits(self, layout: StepLayout, pool: KVPool) -> DenseLogits:
-        logits_SV = self._forward(build_step(layout, pool, self.device), pool)
+        step = build_step(layout, pool, self.device)
+        spent, watch = self._spent, Stopwatch(time.perf_counter)
+        counted_s = spent.products_s + spent.attention_s
+        x_SD = self._forward(step, pool)
+        counted_s = spent.products_s + spent.attention_s - counted_s
+        spent.rows_s += watch.lap() - counted_s
+        products_s = spent.products_s
+        logits_SV = in_tiles(self._head, self.tile_rows, x_SD)
         if logits_SV.dtype != torch.float32:
             if len(logits_SV) > len(self._logits_SV):
                 self._logits_SV = torch.empty_like(logits_SV, dtype=torch.float32)
             logits_SV = self._logits_SV[: len(logits_SV)].copy_(logits_SV)
+        spent.products_s = products_s  # the head's has a name of its own
+        spent.head_s += watch.lap()
         return DenseLogits(logits_SV)
 
+    def times(self) -> ModelTimes | None:
+        return ModelTimes(*astuple(self._spent)) if self.device.type == "cpu" else None
+
     def _forward(self, step: Step, pool: KVPool) -> Tensor:
+        """The residual stream of the sampled rows behind the last layer. (S, D)"""
         x_TD = functional.embedding(step.token_ids_T, self.embedding_VD)
         tables = self.rotary.tables(step.position_T, step.last_position)
         *inner, last = range(len(self.layers))
@@ -119,8 +142,7 @@ class DecoderModel:
         attended_TE = self._attend(last, x_TD, tables, step, pool)
         # Nothing reads the other rows any more.
         rows = x_TD[step.sampled_S], attended_TE[step.sampled_S]
-        x_SD = in_tiles(self.layers[last].finish, self.tile_rows, *rows)
-        return in_tiles(self._head, self.tile_rows, x_SD)
+        return in_tiles(self.layers[last].finish, self.tile_rows, *rows)
 
     def _attend(
         self, index: int, x_TD: Tensor, tables: tuple[Tensor, Tensor], step: Step, pool: KVPool
@@ -130,7 +152,9 @@ class DecoderModel:
         heads = [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads]
         q_TNH, k_TKH, v_TKH = qkv_TAH.split(heads, dim=1)
         kv = pool.layers[index]
+        started_s = time.perf_counter()
         attended_TNH = self.attention(q_TNH, k_TKH, v_TKH, kv, step.attention, window=layer.window)
+        self._spent.attention_s += time.perf_counter() - started_s
         return attended_TNH.flatten(1)
 
     def _head(self, x_SD: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ heads, K key-value heads, A = N + 2 K heads of the fused projection, H head size
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -21,26 +23,45 @@ position do not depend on what was asked for before.
 """
 
 
+@dataclass(slots=True)
+class Spent:
+    """Seconds of a model's calls by kind of work, added up. Its layers write it."""
+
+    products_s: float = 0.0
+    attention_s: float = 0.0
+    rows_s: float = 0.0
+    head_s: float = 0.0
+
+
 class Make:
-    """Makes uninitialised parameters of one type on one device."""
+    """Makes uninitialised parameters of one type on one device.
+
+    Attributes:
+        spent: shared by all that is made with it.
+    """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
         self.device = device
+        self.spent = Spent()
 
     def __call__(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
 
 class Linear:
-    """A projection, possibly several fused ones."""
+    """A projection, possibly several fused ones. Its time counts as `products_s`."""
 
     def __init__(self, make: Make, num_outputs: int, num_inputs: int, *, bias: bool) -> None:
         self.weight_OI = make(num_outputs, num_inputs)
         self.bias_O = make(num_outputs) if bias else None
+        self._spent = make.spent
 
     def __call__(self, x_TI: Tensor) -> Tensor:
-        return functional.linear(x_TI, self.weight_OI, self.bias_O)
+        started_s = perf_counter()
+        out_TO = functional.linear(x_TI, self.weight_OI, self.bias_O)
+        self._spent.products_s += perf_counter() - started_s
+        return out_TO
 
     def places(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[_Named]:
         """Places of the outputs [begin, end)."""

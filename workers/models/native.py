@@ -25,6 +25,7 @@ from workers.models.decoder import DecoderModel, WeightedModel
 from workers.models.device import cpu_has
 from workers.models.layers import ROPE_PAGE, DecoderLayer, Linear, frequencies
 from workers.models.step import StepLayout
+from workers.times import ModelTimes
 
 LANES = 16
 MAX_HEAD_SIZE = 256
@@ -156,6 +157,13 @@ class NativeDecoder:
         )
         self._runner.run(step, out_SD)
         return NativeLogits(self._runner, out_SD)
+
+    def times(self) -> ModelTimes:
+        runner = self._runner
+        products_s, attention_s = runner.times.products, runner.times.attention
+        # What the kernel's own clock leaves out, the embedding and its start, is done row by row.
+        rows_s = runner.run_s - products_s - attention_s
+        return ModelTimes(products_s, attention_s, rows_s, runner.head_s)
 
     def _take_pool(self, pool: KVPool) -> None:
         """The memory of a pool, laid out as the kernel wants it."""

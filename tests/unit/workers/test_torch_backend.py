@@ -213,7 +213,7 @@ def test_order_of_calls_is_checked(folder) -> None:
     with pytest.raises(InternalError, match="before allocate"):
         backend.execute(prompt_batch(4))
     backend.allocate(num_blocks=4, block_size=16)
-    assert len(backend.execute(prompt_batch(4, 1))) == 2
+    assert len(backend.execute(prompt_batch(4, 1)).sampled) == 2
     backend.close()
     with pytest.raises(InternalError, match="closed"):
         backend.execute(prompt_batch(4))
@@ -226,12 +226,12 @@ def test_too_much_kv_memory_is_an_out_of_memory(backend) -> None:
 
 def test_torchs_own_out_of_memory_is_ours_and_the_next_batch_runs(backend, monkeypatch) -> None:
     backend.allocate(num_blocks=8, block_size=16)
-    want = backend.execute(prompt_batch(20, 7))
+    want = backend.execute(prompt_batch(20, 7)).sampled
     with monkeypatch.context() as patch:
         patch.setattr(backend._model, "logits", lambda *_: torch.empty(1 << 46))
         with pytest.raises(DeviceOutOfMemory, match="a batch of 27 tokens"):
             backend.execute(prompt_batch(20, 7))
-    assert backend.execute(prompt_batch(20, 7)) == want
+    assert backend.execute(prompt_batch(20, 7)).sampled == want
 
 
 def test_other_failures_of_torch_end_the_run(backend, monkeypatch) -> None:
@@ -247,18 +247,18 @@ def test_not_a_number_stays_in_its_row(backend) -> None:
     """
     backend.allocate(num_blocks=8, block_size=16)
     batch = prompt_batch(20, 7)
-    want = backend.execute(batch)
+    want = backend.execute(batch).sampled
     bad = sequence(9, [5] * 20)
     for layer in backend._pool.layers:
         layer.k_BKPH[4:6] = float("nan")
     bad_segment = Segment(bad, 19, 1, [4, 5], True)
-    got = backend.execute(Batch((*batch.segments, bad_segment)))
+    got = backend.execute(Batch((*batch.segments, bad_segment))).sampled
     assert got[:2] == want
     assert got[2].error is not None
     reused = batch.segments[0]._replace(block_table=[4, 5])
-    assert backend.execute(Batch((reused,))) == want[:1]
+    assert backend.execute(Batch((reused,))).sampled == want[:1]
     next_one = Segment(reused.seq, 19, 1, [4, 5], True)
-    assert backend.execute(Batch((next_one,)))[0].token_id == want[0].token_id
+    assert backend.execute(Batch((next_one,))).sampled[0].token_id == want[0].token_id
 
 
 def test_c37_two_models_in_sequence_and_memory_comes_back(folder, tmp_path) -> None:
@@ -267,7 +267,7 @@ def test_c37_two_models_in_sequence_and_memory_comes_back(folder, tmp_path) -> N
     for path in (folder, other, folder):
         backend = TorchBackend.load(resolve_model(str(path)), device="cpu", dtype="float32")
         backend.allocate(num_blocks=8, block_size=16)
-        answers.append(backend.execute(prompt_batch(9, 4)))
+        answers.append(backend.execute(prompt_batch(9, 4)).sampled)
         held = [
             weakref.ref(tensor)
             for tensor in (
