@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -38,6 +39,9 @@ UsePrefect = Annotated[
         help="As a Prefect flow, or without; by default as one when PREFECT_API_URL is set.",
     ),
 ]
+WithProfile = Annotated[
+    bool, typer.Option("--profile", help="Show at the end where the time of the run went.")
+]
 Budget = Annotated[float, typer.Option("--budget", help="Seconds for measuring.")]
 CALIBRATED = ("model", "revision", "dtype", "device", "memory", "max_batch_tokens", "max_seqs")
 """Options of a job that step costs depend on."""
@@ -46,13 +50,25 @@ OK, FAILED, USAGE = 0, 1, 2
 
 @app.command()
 @with_spec_options
-def run(flat: dict[str, Any], job: JobFile = None, prefect: UsePrefect = None) -> None:
+def run(
+    flat: dict[str, Any],
+    context: typer.Context,
+    job: JobFile = None,
+    prefect: UsePrefect = None,
+    profile: WithProfile = False,
+) -> None:
     """Run a job, or go on with it: exit status 0 done, 1 not done or too many bad rows, 2 usage."""
     spec = _spec(flat, job)
     console = _console(stderr=True)
     console.print(headline(spec), highlight=False, markup=False, soft_wrap=True)
     with_prefect = bool(os.environ.get("PREFECT_API_URL")) if prefect is None else prefect
-    raise typer.Exit(_run_prefect(spec) if with_prefect else _run_local(spec, console))
+    if with_prefect:
+        code = _run_prefect(spec)
+        if profile:
+            _show_profile(spec.output, last_run=True)
+    else:
+        code = _run_local(spec, console, began_s=context.obj, profile=profile)
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -112,6 +128,14 @@ def report(
     from flows.report import write_report
 
     typer.echo(write_report(output, to))
+
+
+@app.command()
+def profile(
+    output: Annotated[str, typer.Argument(help="The job's output directory or URL.")],
+) -> None:
+    """Show where the time of a job went, also while it runs."""
+    _show_profile(output)
 
 
 @app.command()
@@ -185,8 +209,11 @@ def version() -> None:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line; always raises SystemExit."""
+    began_s = time.monotonic()
+    if args is None:  # called by the shell: what the process has done so far was for this
+        began_s -= time.process_time()
     try:
-        app(args=args)
+        app(args=args, obj=began_s)
     except Exception as fault:
         if not isinstance(fault, _known_errors()):
             raise
@@ -210,14 +237,18 @@ def _spec(flat: dict[str, Any], job: Path | None) -> JobSpec:
     return build(data, flat)
 
 
-def _run_local(spec: JobSpec, console: Console) -> int:
+def _run_local(spec: JobSpec, console: Console, *, began_s: float, profile: bool) -> int:
     from flows.display import console_progress, shown, summary_table
     from flows.runner import run_job
     from flows.signals import StopOnSignal
 
     with StopOnSignal() as signals, shown(console_progress(console), console) as progress:
-        summary = run_job(spec, progress=progress, on_start=signals.attach)
+        summary = run_job(spec, progress=progress, on_start=signals.attach, began_s=began_s)
     _console().print(summary_table(summary))
+    if profile and summary.num_steps:
+        _show_profile(spec.output, last_run=True)
+    elif profile:
+        typer.echo("no profile: this run computed no step")
     return summary.exit_code(spec.max_error_rate)
 
 
@@ -228,6 +259,15 @@ def _run_prefect(spec: JobSpec) -> int:
     from flows.prefect_flow import run_as_flow
 
     return run_as_flow(spec)
+
+
+def _show_profile(output: str, *, last_run: bool = False) -> None:
+    from flows.job_profile import read_profile
+    from flows.profile_tables import WIDTH, render_profile
+
+    console = _console()
+    found = render_profile(read_profile(output, last_run=last_run))
+    console.print(found, width=max(console.width, WIDTH), crop=False)
 
 
 def _console(*, stderr: bool = False) -> Console:

@@ -74,6 +74,7 @@ class Collector:
         self._checkpoint_s = checkpoint_s
         self._clock = clock
         self._journal = journal
+        self._meter = journal.meter
         self._progress = progress
         self._shards: dict[int, OpenShard] = {}
         self._opened: list[OpenShard] = []
@@ -114,20 +115,25 @@ class Collector:
             opened, self._opened = self._opened, []
         for shard in opened:
             self._shards[shard.shard.index] = shard
-            self._commit_if_complete(shard)  # all its rows may be in parts already
+            with self._meter("writing results"):
+                self._commit_if_complete(shard)  # all its rows may be in parts already
 
     def _collect(self, items: Sequence[Item]) -> None:
         rows: list[Answered | Settled] = []
-        for item in items:
-            if isinstance(item, StepRecord):
-                self._journal.add_step(item)
-                self._progress.add_step(item)
-            elif isinstance(item, EventRecord):
-                self._journal.add_event(item)
-            else:
-                rows.append(item)
+        with self._meter("telemetry"):
+            for item in items:
+                if isinstance(item, StepRecord):
+                    self._journal.add_step(item)
+                    self._progress.add_step(item)
+                elif isinstance(item, EventRecord):
+                    self._journal.add_event(item)
+                else:
+                    rows.append(item)
         if rows:
-            self._settle(self._to_rows(rows))
+            with self._meter("detokenising"):
+                made = self._to_rows(rows)
+            with self._meter("writing results"):
+                self._settle(made)
 
     def _settle(self, rows: list[tuple[RowRef, ResultRow]]) -> None:
         touched: dict[int, OpenShard] = {}
@@ -151,9 +157,11 @@ class Collector:
             shard.committed.set_result(summary)
 
     def _checkpoint(self) -> None:
-        for shard in self._shards.values():
-            self._checkpoint_shard(shard)
-        self._journal.tick()
+        with self._meter("writing results"):
+            for shard in self._shards.values():
+                self._checkpoint_shard(shard)
+        with self._meter("telemetry"):
+            self._journal.tick()
 
     def _checkpoint_shard(self, shard: OpenShard) -> None:
         shard.writer.checkpoint()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
+from flows.busy import Meter
 from flows.errors import JobFailed
 from flows.prompts import PromptRenderer, Rendered
 from flows.queues import Outbox, RequestQueue, RowRef, Stopped
@@ -75,6 +76,7 @@ class Feeder:
         outbox: where settled rows go.
         in_flight: request id to row, read by whoever receives the results.
         grammar: constrains every output, if given.
+        meter: of the thread.
     """
 
     def __init__(
@@ -89,7 +91,9 @@ class Feeder:
         outbox: Outbox[Any],
         in_flight: dict[str, RowRef],
         grammar: Grammar | None = None,
+        meter: Meter | None = None,
     ) -> None:
+        self._meter = meter or Meter("feeder")
         self._read = read
         self._renderer = renderer
         self._encoder = encoder
@@ -113,27 +117,34 @@ class Feeder:
         """Feed every submitted shard, in order, until `close`; ends early when the run stops."""
         try:
             while (shard := self._shards.get()) is not None:
-                for rows in self._read(shard):
+                batches = self._read(shard)
+                while (rows := self._next(batches)) is not None:
                     self._feed(shard.index, rows)
         except Stopped:
             return
         finally:
             self._requests.close()
 
+    def _next(self, batches: Iterator[list[Row]]) -> list[Row] | None:
+        with self._meter("reading"):
+            return next(batches, None)
+
     def _feed(self, shard_index: int, rows: list[Row]) -> None:
         settled: list[Settled] = []
         refs: list[RowRef] = []
         prompts: list[Rendered] = []
-        for row in rows:
-            ref = RowRef(shard_index, row.ordinal, row.row_id)
-            rendered = self._renderer.render(row.values)
-            if rendered.error is not None:
-                status = "skipped" if rendered.error.type == "null_prompt" else "error"
-                settled.append(Settled(ref, status, rendered.error))
-            else:
-                refs.append(ref)
-                prompts.append(rendered)
-        requests = self._encode(refs, prompts, settled)
+        with self._meter("templating"):
+            for row in rows:
+                ref = RowRef(shard_index, row.ordinal, row.row_id)
+                rendered = self._renderer.render(row.values)
+                if rendered.error is not None:
+                    status = "skipped" if rendered.error.type == "null_prompt" else "error"
+                    settled.append(Settled(ref, status, rendered.error))
+                else:
+                    refs.append(ref)
+                    prompts.append(rendered)
+        with self._meter("tokenising"):
+            requests = self._encode(refs, prompts, settled)
         if settled:
             self._outbox.put(settled)
         self._requests.put(requests)

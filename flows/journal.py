@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 
+from flows.busy import BusyTimes
 from flows.estimate import estimate_cost
 from flows.model import Model
 from flows.prepare import PreparedJob
@@ -31,13 +32,20 @@ MEMORY_BYTES = (
 CATALOGUE_S = 10.0
 """Seconds between updates of the DuckDB file while a run goes on."""
 
+FLUSH_S = 30.0
+"""A killed run loses at most so many seconds of telemetry, and a checkpoint interval."""
+
 
 class Journal:
     """The files of one run's output. Made by `open`; written by the collector's thread."""
 
-    def __init__(self, job: PreparedJob, ledger: Ledger, *, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, job: PreparedJob, ledger: Ledger, *, clock: Callable[[], float], busy: BusyTimes
+    ) -> None:
         self._job = job
         self._clock = clock
+        self._busy = busy
+        self.meter = busy.meter("collector")
         self.ledger = ledger
         self.run_id = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:6]}"
         self._tables = {
@@ -53,6 +61,8 @@ class Journal:
         self._num_steps = 0
         self._num_short_steps = 0
         self._started_s = clock()
+        self._flush_due_s = self._started_s + FLUSH_S
+        self._steps_end_s = self._started_s
 
     @classmethod
     def open(
@@ -61,9 +71,17 @@ class Journal:
         model: Model,
         *,
         clock: Callable[[], float],
+        busy: BusyTimes,
         on_step: Callable[[str], None] = lambda _: None,
     ) -> Journal:
         """Claim the output of a job.
+
+        Args:
+            job: prepared.
+            model: found, not loaded.
+            clock: seconds, monotonic.
+            busy: what the run's threads work on; kept with the steps.
+            on_step: told what is being done.
 
         Raises:
             OutputMismatch, OutputInUse, OutputError: see `storage.ledger`.
@@ -98,7 +116,7 @@ class Journal:
             overwrite=spec.overwrite,
             on_step=on_step,
         )
-        journal = cls(job, opened.ledger, clock=clock)
+        journal = cls(job, opened.ledger, clock=clock, busy=busy)
         journal._update_catalogue()
         return journal
 
@@ -136,6 +154,9 @@ class Journal:
     # -- what happens --
 
     def add_step(self, step: StepRecord) -> None:
+        if not self._num_steps:
+            self._busy.mark("engine and first rows", step.started_s)
+        self._steps_end_s = step.started_s + step.elapsed_s + step.schedule_s
         self._tables["steps"].add(step.row())
         self._num_steps += 1
         self._num_short_steps += step.num_suspended > 0
@@ -158,22 +179,34 @@ class Journal:
     def tick(self) -> None:
         """Called after every checkpoint."""
         self.ledger.beat()
-        for table in self._tables.values():
-            table.flush()
+        self._flush(force=self._clock() >= self._flush_due_s)
 
     def close(self) -> None:
         """Write what is left, bring the catalogue up to date and give the output back."""
         try:
-            for table in self._tables.values():
-                table.flush(force=True)
+            self._flush(force=True)
             self._update_catalogue()
+            self._busy.skip_to(self._steps_end_s)
+            self._busy.mark("finishing")
+            self._flush(force=True)
         finally:
             self.ledger.release()
+
+    def _flush(self, *, force: bool) -> None:
+        """Write the telemetry that makes a file worth while, or all of it."""
+        if force:
+            self._flush_due_s = self._clock() + FLUSH_S
+            if self._num_steps:
+                for work in self._busy.works():
+                    self._tables["threads"].add({"at_s": self._clock(), **work._asdict()})
+        for table in self._tables.values():
+            table.flush(force=force)
 
     def _update_catalogue(self) -> None:
         if self._catalogue is None:
             return
-        warning = self._catalogue.rebuild(self.ledger)
+        with self.meter("catalogue"):
+            warning = self._catalogue.rebuild(self.ledger)
         if warning is not None and warning not in self.warnings:
             self.warnings.append(warning)
         self._catalogue_due_s = self._clock() + CATALOGUE_S

@@ -23,6 +23,8 @@ from markupsafe import Markup
 
 from flows import report_figures as figures
 from flows import report_tables as tables
+from flows.job_profile import profile_of
+from flows.profile_tables import headline, titled_tables
 from flows.report_axis import Axis, Mark
 from flows.report_data import Telemetry
 from schedulers.lengths import Hazard, fit_hazard
@@ -98,6 +100,7 @@ def page_values(record: JobRecord, status: JobStatus, telemetry: Telemetry) -> d
         "memory": _memory(telemetry),
         "phases": _phases(telemetry),
         "cost_model": tables.cost_table(telemetry),
+        "profile": _profile(telemetry),
     }
 
 
@@ -199,6 +202,13 @@ def _phases(telemetry: Telemetry) -> dict[str, Any] | None:
     if not counts.rows:
         return None
     return {"counts": counts, "first": tables.phase_table(telemetry)}
+
+
+def _profile(telemetry: Telemetry) -> dict[str, Any] | None:
+    found = profile_of(telemetry.con)
+    if found is None or not found.cells:
+        return None
+    return {"headline": headline(found), "tables": list(titled_tables(found))}
 
 
 def _state(status: JobStatus) -> str:

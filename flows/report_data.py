@@ -125,14 +125,19 @@ _EVALUATIONS = """
     ORDER BY row
 """
 
-_PRICED = """
+STEP_KIND = """
+    CASE WHEN num_decode_tokens = 0 THEN 'prefill'
+        WHEN num_prefill_tokens = 0 THEN 'decode' ELSE 'mixed' END
+"""
+"""What a step computed; its `phase` is what the policy called it."""
+
+_PRICED = f"""
     CREATE TEMP VIEW priced AS
     SELECT predicted_s, realised_s, (predicted_s - realised_s) / realised_s AS error,
-        CASE WHEN num_decode_tokens = 0 THEN 'prefill'
-            WHEN num_prefill_tokens = 0 THEN 'decode' ELSE 'mixed' END AS kind
+        {STEP_KIND} AS kind
     FROM step_costs
     WHERE predicted_s > 0 AND realised_s > 0 AND num_prefill_tokens + num_decode_tokens > 0
-"""
+"""  # noqa: S608 - made of constants
 _COST_CELLS = """
     SELECT kind, avg(predicted_s) AS predicted_s, avg(realised_s) AS realised_s,
         count(*) AS num_steps
@@ -180,7 +185,7 @@ class Telemetry:
     """
 
     def __init__(self, con: duckdb.DuckDBPyConnection) -> None:
-        self._con = con
+        self.con = con
         con.execute(_RUNS)
         con.execute(_TIMELINE)
         con.execute(_PRICED)
@@ -205,11 +210,11 @@ class Telemetry:
 
     def rows(self, sql: str, **values: Any) -> list[dict[str, Any]]:
         """A result by rows, nulls as None."""
-        return _dicts(self._con.execute(sql, values or None))
+        return dicts(self.con.execute(sql, values or None))
 
     def columns(self, sql: str, **values: Any) -> Columns:
         """A result by columns, nulls as NaN."""
-        found = self._con.execute(sql, values or None).fetchnumpy()
+        found = self.con.execute(sql, values or None).fetchnumpy()
         return {name: _plain(column) for name, column in found.items()}
 
     # -- over time --
@@ -237,7 +242,7 @@ class Telemetry:
         """When each of `SHARES` of the sequences had finished; empty when none has."""
         found: dict[float, float] = {}
         for share in SHARES:
-            ((at_s,),) = self._con.execute(_SHARE_AT, {"share": share}).fetchall()
+            ((at_s,),) = self.con.execute(_SHARE_AT, {"share": share}).fetchall()
             if at_s is not None:
                 found[share] = at_s
         return found
@@ -248,8 +253,8 @@ class Telemetry:
         self, table: str, where: str = "true", *, most: int | None = None
     ) -> list[dict[str, Any]]:
         """Rows of an event table in order, with `number` (of the run) and `time_s`."""
-        found = self._con.table(f"timed_{table}").filter(where).order("number, time_s, step")
-        return _dicts(found if most is None else found.limit(most))
+        found = self.con.table(f"timed_{table}").filter(where).order("number, time_s, step")
+        return dicts(found if most is None else found.limit(most))
 
     def switches(self) -> list[dict[str, Any]]:
         """The evaluations that changed the mode."""
@@ -261,8 +266,8 @@ class Telemetry:
 
     def last(self, table: str, where: str = "true") -> dict[str, Any] | None:
         """The latest row of an event table."""
-        found = self._con.table(f"timed_{table}").filter(where)
-        rows = _dicts(found.order("number DESC, time_s DESC, step DESC").limit(1))
+        found = self.con.table(f"timed_{table}").filter(where)
+        rows = dicts(found.order("number DESC, time_s DESC, step DESC").limit(1))
         return rows[0] if rows else None
 
     # -- costs and lengths --
@@ -277,7 +282,7 @@ class Telemetry:
 
     def lengths(self, column: str) -> NDArray[np.int64]:
         """Lengths of the rows with text, sorted; of very many, evenly spaced ranks."""
-        found = self._con.table("results").filter(
+        found = self.con.table("results").filter(
             f"status IN ('ok', 'invalid_output') AND {column} > 0"
         )
         counts = found.aggregate(f"{column}, count(*)").order(column).fetchall()
@@ -297,7 +302,7 @@ def _timed(table: str) -> str:
     )
 
 
-def _dicts(found: Any) -> list[dict[str, Any]]:
+def dicts(found: Any) -> list[dict[str, Any]]:
     """A result by rows."""
     names = [column[0] for column in found.description or ()]
     return [dict(zip(names, row, strict=True)) for row in found.fetchall()]

@@ -19,6 +19,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
+from flows.busy import BusyTimes
 from flows.collector import Answered, Collector, Item, OpenShard
 from flows.feeder import Feeder, PromptLimits
 from flows.journal import Journal
@@ -72,6 +73,7 @@ class JobRunner:
         progress: told of everything.
         clock: seconds, monotonic.
         step_timeout_s: a step of the engine that takes longer hangs, and ends the run.
+        began_s: when the process or whatever wanted the run began, for its profile; now if None.
 
     Raises:
         SpecError, InputError, OutputMismatch, ModelError: the user's to mend; nothing was started.
@@ -85,8 +87,10 @@ class JobRunner:
         progress: Progress | None = None,
         clock: Callable[[], float] = time.monotonic,
         step_timeout_s: float = STEP_TIMEOUT_S,
+        began_s: float | None = None,
     ) -> None:
         self.spec = spec
+        self._busy = BusyTimes(clock=clock, began_s=began_s)
         self.progress = progress or Progress(clock=clock)
         self._given_model = model
         self._clock = clock
@@ -102,6 +106,7 @@ class JobRunner:
     # -- start --
 
     def __enter__(self) -> Self:
+        self._busy.mark("imports")
         use_system_allocator()
         self.job: PreparedJob = prepare(self.spec)
         self.model = self._given_model or open_model(self.spec)
@@ -109,7 +114,7 @@ class JobRunner:
         self._tokenizer = self.model.load_tokenizer()
         self._renderer = self.job.renderer.bind(self._tokenizer)
         self._sampling = resolve_sampling(self.spec.sampling, self.model.generation_config)
-        self.journal = Journal.open(self.job, self.model, clock=self._clock)
+        self.journal = Journal.open(self.job, self.model, clock=self._clock, busy=self._busy)
         try:
             self.pending = self.journal.pending()
             if self.pending and self._stopped is None:
@@ -127,7 +132,9 @@ class JobRunner:
         """Load the model and start the threads, from the last of the chain to the first."""
         self.progress.set_phase("loading the model")
         tokenizer = self._tokenizer
+        self._busy.mark("opening the job")
         backend = WatchedBackend(self.model.load_backend(), clock=self._clock)
+        self._busy.mark("loading the model")
         rules = output_rules(self.spec, tokenizer, vocab_size=backend.info.vocab_size)
         self._engine, self.journal.memory = make_engine(
             backend,
@@ -161,6 +168,7 @@ class JobRunner:
             outbox=self._outbox,
             in_flight=self._in_flight,
             grammar=rules.grammar,
+            meter=self._busy.meter("feeder"),
         )
         self._watchdog = Watchdog(
             backend,
@@ -322,6 +330,7 @@ def run_job(
     model: Model | None = None,
     progress: Progress | None = None,
     on_start: Callable[[JobRunner], None] | None = None,
+    began_s: float | None = None,
 ) -> JobSummary:
     """Run a job on this machine, to its end or until it is stopped.
 
@@ -330,12 +339,13 @@ def run_job(
         model: another model than the spec names.
         progress: told of everything.
         on_start: given the runner once it has started (to install signal handlers).
+        began_s: see `JobRunner`.
 
     Example:
         >>> run_job(JobSpec(input="reviews.parquet", prompt="Summarise: {{ text }}"))  # doctest:
         +SKIP
     """
-    with JobRunner(spec, model=model, progress=progress) as runner:
+    with JobRunner(spec, model=model, progress=progress, began_s=began_s) as runner:
         if on_start is not None:
             on_start(runner)
         open_shards: dict[Future[ShardSummary], int] = {}

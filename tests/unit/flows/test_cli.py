@@ -25,7 +25,7 @@ SPEC_OPTIONS = """
     --job
 """.split()
 OPTIONS = {
-    "run": {*SPEC_OPTIONS, "--prefect"},
+    "run": {*SPEC_OPTIONS, "--prefect", "--profile"},
     "plan": set(SPEC_OPTIONS),
     "validate": set(SPEC_OPTIONS),
     "status": set[str](),
@@ -40,6 +40,7 @@ OPTIONS = {
         "--budget",
     },
     "report": {"--to"},
+    "profile": set[str](),
     "simulate": {
         "--synthetic",
         "--rows",

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import pyarrow as pa
 import pytest
 
+from flows.busy import Meter
 from flows.feeder import Feeder, PromptLimits, PromptTooLong, Settled
 from flows.prompts import PromptRenderer
 from flows.queues import Outbox, RequestQueue
@@ -29,7 +30,9 @@ class ChatWords(WordTokenizer):
         return f"{HEAD} {messages[-1]['content']} {TAIL}"
 
 
-def feed(texts: Sequence[str], on_too_long: str) -> tuple[list[Request], list[Settled]]:
+def feed(
+    texts: Sequence[str], on_too_long: str, meter: Meter | None = None
+) -> tuple[list[Request], list[Settled]]:
     """What becomes of these rows with a model of 100 tokens and completions of 10."""
     spec = JobSpec.model_validate({"input": "in.parquet", "prompt": {"column": "text"}})
     requests, outbox = RequestQueue(100), Outbox(100)
@@ -43,6 +46,7 @@ def feed(texts: Sequence[str], on_too_long: str) -> tuple[list[Request], list[Se
         requests=requests,
         outbox=outbox,
         in_flight={},
+        meter=meter,
     )
     feeder.submit(Shard(0, (), 0))
     feeder.close()
@@ -85,3 +89,11 @@ def test_c15_error_and_fail() -> None:
     assert settled.error.type == "prompt_too_long"
     with pytest.raises(PromptTooLong, match="row1: the prompt has 111 tokens; the model takes 100"):
         feed(rows, "fail")
+
+
+def test_each_kind_of_its_work_is_counted() -> None:
+    meter = Meter("feeder")
+    feed(WORDS[:50], "error", meter)
+    found = {work.work: work for work in meter.works()}
+    assert found.keys() == {"reading", "templating", "tokenising"}
+    assert all(work.elapsed_s > 0 and (work.cpu_s or 0) >= 0 for work in found.values())

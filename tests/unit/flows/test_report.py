@@ -39,7 +39,7 @@ from tests.report_jobs import (
 
 SECTIONS = [
     "headline", "throughput", "crossover", "costs", "lengths", "tail", "rows", "memory",
-    "phases", "cost-model",
+    "phases", "cost-model", "profile",
 ]  # fmt: skip
 HOSTILE = "<script>alert('x')</script>\"&$\\frac{1}{0}$"
 
