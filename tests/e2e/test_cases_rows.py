@@ -23,6 +23,7 @@ from flows.runner import run_job
 from tests.e2e.cases import Witness, make_spec, results, statuses, write_table
 from tests.e2e.jobs import WordTokenizer, comparable, fake_model
 from workers.backends.fake import FakeBackend, FakeFaults
+from workers.kernels.decoder import is_available
 
 pytestmark = pytest.mark.e2e
 
@@ -261,10 +262,17 @@ def test_c52_sampled_text_depends_on_seed_and_row_alone(
     assert by_id(one, "text") != by_id(other_seed, "text")
 
 
-def test_c52_deterministic_bfloat16_is_bit_equal(
-    tiny_model: Path, tmp_path: Path, sample_texts: list[str]
+@pytest.mark.parametrize(
+    ("dtype", "deterministic"), [("bfloat16", True), ("bfloat16", False), ("int8", False)]
+)
+def test_c52_bfloat16_and_int8_are_bit_equal(
+    dtype: str, deterministic: bool, tiny_model: Path, tmp_path: Path, sample_texts: list[str]
 ) -> None:
-    """Log-probabilities and all, whatever the order, the batch and the shard."""
+    """Log-probabilities and all, whatever the order, the batch and the shard: with the native decoder
+    always, without it in deterministic mode.
+    """
+    if not (deterministic or is_available()):
+        pytest.skip("this processor has no native decoder")
     texts = sample_texts[:30]
     sampling = {"max_tokens": 12, "temperature": 0.8, "logprobs": 1}
     found = []
@@ -275,7 +283,7 @@ def test_c52_deterministic_bfloat16_is_bit_equal(
     ):
         spec = real_spec(
             tmp_path, tiny_model, shuffled(tmp_path, texts, seed), name, sampling=sampling,
-            shard_tokens=1000, engine={**engine, "dtype": "bfloat16", "deterministic": True},
+            shard_tokens=1000, engine={**engine, "dtype": dtype, "deterministic": deterministic},
         )  # fmt: skip
         assert run_job(spec).by_status == {"ok": 30}
         found.append(by_id(spec, "text", "cumulative_logprob", "logprobs"))

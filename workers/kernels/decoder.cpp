@@ -92,7 +92,7 @@ struct Scratch {
     cut(&attended, num_rows * width);
     cut(&inner_rows, num_rows * inner);
     cut(&bytes, num_rows * std::max({hidden, width, inner}));
-    cut(&scales, num_rows);
+    cut(&scales, num_rows * num_groups(std::max({hidden, width, inner})));
     cut(&best, num_rows * num_threads);
     cut(&best_ids, num_rows * num_threads);
   }
@@ -191,7 +191,8 @@ class Batch {
     if (weight.format == Format::bfloat16) return {values, nullptr};
     const int64_t size = weight.num_inputs;
 #pragma omp for schedule(static)
-    for (int t = 0; t < num_rows; ++t) scratch_.scales[t] = to_bytes(values + t * size, size, scratch_.bytes + t * size);
+    for (int t = 0; t < num_rows; ++t)
+      to_bytes(values + t * size, size, kGroup, scratch_.bytes + t * size, scratch_.scales + t * num_groups(size));
     return {scratch_.bytes, scratch_.scales};
   }
 
@@ -415,7 +416,8 @@ class Head {
 #pragma omp for schedule(static)
     for (int64_t s = 0; s < num_rows_; ++s) {
       normalise_row(residual_ + s * size, model_.norm, size, model_.eps, scratch_.normed + s * size);
-      if (!narrow) scratch_.scales[s] = to_bytes(scratch_.normed + s * size, size, scratch_.bytes + s * size);
+      if (!narrow)
+        to_bytes(scratch_.normed + s * size, size, kGroup, scratch_.bytes + s * size, scratch_.scales + s * num_groups(size));
     }
     return narrow ? Rows{scratch_.normed, nullptr} : Rows{scratch_.bytes, scratch_.scales};
   }
@@ -482,19 +484,24 @@ void headrace_pack_int8(const bf16* weight, const int64_t* rows, int64_t num_out
     for (int n = 0; n < kPanel; ++n) {
       const int64_t output = panel * kPanel + n, row = rows[output];
       float largest = 0;
-      int32_t sum = 0;
       for (int64_t k = 0; row >= 0 && k < num_inputs; ++k) largest = std::max(largest, std::abs(widen(weight[row * num_inputs + k])));
       scale[output] = largest / 127.0f;
       const float inverse = largest > 0 ? 127.0f / largest : 0.0f;
-      for (int64_t k = 0; k < num_inputs; ++k) {
-        bytes[k] = row < 0 ? 0 : static_cast<int8_t>(std::nearbyint(widen(weight[row * num_inputs + k]) * inverse));
-        sum += bytes[k];
+      for (int64_t group = 0; group < num_groups(num_inputs); ++group) {
+        int32_t sum = 0;
+        for (int64_t k = group * kGroup; k < std::min(num_inputs, (group + 1) * kGroup); ++k) {
+          bytes[k] = row < 0 ? 0 : static_cast<int8_t>(std::nearbyint(widen(weight[row * num_inputs + k]) * inverse));
+          sum += bytes[k];
+        }
+        correction[group * num_outputs + output] = -128 * sum;
       }
-      correction[output] = 128 * sum;
       for (int64_t run = 0; run < num_inputs / 4; ++run) std::memcpy(to + (run * kPanel + n) * 4, bytes.data() + 4 * run, 4);
     }
   }
 }
+
+// Inputs of a group, which share a scale.
+int32_t headrace_group_size() { return kGroup; }
 
 }  // extern "C"
 

@@ -161,7 +161,8 @@ def pack(
     else:
         packed = zeros_in_large_pages((len(rows) * num_inputs,), torch.int8)
         scale = torch.empty(len(rows), dtype=torch.float32)
-        correction = torch.empty(len(rows), dtype=torch.int32)
+        num_groups = -(-num_inputs // library.headrace_group_size())
+        correction = torch.empty(num_groups * len(rows), dtype=torch.int32)
         library.headrace_pack_int8(
             address(weight_OI),
             rows.ctypes.data_as(_Address),

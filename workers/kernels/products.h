@@ -23,34 +23,49 @@ constexpr int kTileRows = 6;  // 24 sums, 4 weights and 1 input are 29 of 32 reg
 
 enum class Format : int32_t { bfloat16 = 0, int8 = 1 };
 
-// A packed weight. With Format::int8 the value of an output is scale * (the sum); correction is 128 times the sum of its
-// weights, as inputs are stored with 128 added.
+// A packed weight. With Format::int8 an output is scale * (sum over groups of inputs of the row's scale * integer sum).
+// Inputs are stored with 128 added; correction is -128 times the sum of a group's weights.
 struct Weight {
   const void* packed;
   const float* scale;         // [N], int8 only
-  const int32_t* correction;  // [N], int8 only
+  const int32_t* correction;  // [groups, N], int8 only
   const float* bias;          // [N] or null
   int32_t num_outputs;        // N, as packed: filled up to whole panels with zeros
   int32_t num_inputs;         // K
   Format format;
 };
 
-// Rows to be multiplied: bfloat16, or bytes with one scale a row.
+// Rows to be multiplied: bfloat16, or bytes with one scale for each group of a row.
 struct Rows {
-  const void* values;  // [M, K]
-  const float* scale;  // [M], int8 only
+  const void* values;   // [M, K]
+  const float* scales;  // [M, groups], int8 only
 };
 
-// One tile: M rows times one panel, over all inputs. Sums are floats, or with int8 the bits of int32. Meanwhile one line
-// a run is fetched from `ahead`.
+constexpr int kGroup = 64;  // inputs that share a scale
+inline int num_groups(int64_t num_inputs) { return static_cast<int>((num_inputs + kGroup - 1) / kGroup); }
+
+// One tile: M rows times one panel, over all inputs. Meanwhile one line a run is fetched from `ahead`.
+struct Tile {
+  const char* rows;
+  int64_t row_bytes;
+  const char* panel;
+  const char* ahead;
+  int64_t num_runs;
+  const float* scales;        // of the rows' groups, int8 only
+  const int32_t* correction;  // of the panel, int8 only
+  int64_t correction_stride;
+};
+
 template <int M>
-void multiply_bf16(const char* rows, int64_t row_bytes, const char* panel, const char* ahead, int64_t num_runs, float* sums) {
+void multiply_bf16(const Tile& tile, float* sums) {
+  const char *rows = tile.rows, *panel = tile.panel, *ahead = tile.ahead;
+  const int64_t row_bytes = tile.row_bytes;
   __m512 sum[M][kVectors];
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) sum[m][v] = _mm512_setzero_ps();
-  for (int64_t k = 0; k < num_runs; ++k, rows += 4, panel += kPanel * 4, ahead += 64) {
+  for (int64_t k = 0; k < tile.num_runs; ++k, rows += 4, panel += kPanel * 4, ahead += 64) {
     __builtin_prefetch(ahead, 0, 2);
     __m512bh w[kVectors];
 #pragma GCC unroll 4
@@ -72,31 +87,44 @@ void multiply_bf16(const char* rows, int64_t row_bytes, const char* panel, const
 inline void add_products(__m512i& sum, __m512i x, __m512i w) { asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w)); }
 
 template <int M>
-void multiply_int8(const char* rows, int64_t row_bytes, const char* panel, const char* ahead, int64_t num_runs, float* sums) {
-  __m512i sum[M][kVectors];
+void multiply_int8(const Tile& tile, float* sums) {
+  const char *rows = tile.rows, *panel = tile.panel, *ahead = tile.ahead;
+  const int64_t row_bytes = tile.row_bytes, groups = (tile.num_runs + kGroup / 4 - 1) / (kGroup / 4);
+  for (int64_t group = 0; group < groups; ++group) {
+    __m512i sum[M][kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      const __m512i correction = _mm512_loadu_si512(tile.correction + group * tile.correction_stride + v * kLanes);
 #pragma GCC unroll 8
-  for (int m = 0; m < M; ++m)
+      for (int m = 0; m < M; ++m) sum[m][v] = correction;
+    }
+    const int64_t end = std::min(tile.num_runs, (group + 1) * (kGroup / 4));
+    for (int64_t k = group * (kGroup / 4); k < end; ++k, rows += 4, panel += kPanel * 4, ahead += 64) {
+      __builtin_prefetch(ahead, 0, 2);
+      __m512i w[kVectors];
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) sum[m][v] = _mm512_setzero_si512();
-  for (int64_t k = 0; k < num_runs; ++k, rows += 4, panel += kPanel * 4, ahead += 64) {
-    __builtin_prefetch(ahead, 0, 2);
-    __m512i w[kVectors];
+      for (int v = 0; v < kVectors; ++v) w[v] = _mm512_loadu_si512(panel + v * 64);
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) {
+        const __m512i x = spread(rows + m * row_bytes);
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) w[v] = _mm512_loadu_si512(panel + v * 64);
+        for (int v = 0; v < kVectors; ++v) add_products(sum[m][v], x, w[v]);
+      }
+    }
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
-      const __m512i x = spread(rows + m * row_bytes);
+      const __m512 scale = _mm512_set1_ps(tile.scales[m * groups + group]);
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) add_products(sum[m][v], x, w[v]);
+      for (int v = 0; v < kVectors; ++v) {
+        float* to = sums + m * kPanel + v * kLanes;
+        const __m512 value = _mm512_cvtepi32_ps(sum[m][v]);
+        store16(to, group ? _mm512_fmadd_ps(value, scale, load16(to)) : _mm512_mul_ps(value, scale));
+      }
     }
   }
-#pragma GCC unroll 8
-  for (int m = 0; m < M; ++m)
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) store16(sums + m * kPanel + v * kLanes, _mm512_castsi512_ps(sum[m][v]));
 }
 
-using MultiplyTile = void (*)(const char* rows, int64_t row_bytes, const char* panel, const char* ahead, int64_t num_runs, float* sums);
+using MultiplyTile = void (*)(const Tile& tile, float* sums);
 
 inline MultiplyTile multiply_tile(Format format, int num_rows) {
   static constexpr MultiplyTile bf16_tiles[] = {multiply_bf16<1>, multiply_bf16<2>, multiply_bf16<3>,
@@ -107,19 +135,15 @@ inline MultiplyTile multiply_tile(Format format, int num_rows) {
 }
 
 // Sums of a tile become values: scaled, with the bias.
-inline void finish_sums(float* sums, int num_rows, const float* row_scale, const Weight& weight, int first_output) {
+inline void finish_sums(float* sums, int num_rows, const Weight& weight, int first_output) {
+  if (weight.format == Format::bfloat16 && !weight.bias) return;
   for (int v = 0; v < kPanel; v += kLanes) {
     const int n = first_output + v;
+    const __m512 scale = weight.format == Format::int8 ? load16(weight.scale + n) : _mm512_set1_ps(1.0f);
     const __m512 bias = weight.bias ? load16(weight.bias + n) : _mm512_setzero_ps();
-    if (weight.format == Format::bfloat16 && !weight.bias) return;
     for (int m = 0; m < num_rows; ++m) {
       float* at = sums + m * kPanel + v;
-      __m512 value = load16(at);
-      if (weight.format == Format::int8) {
-        const __m512i whole = _mm512_sub_epi32(_mm512_castps_si512(value), _mm512_loadu_si512(weight.correction + n));
-        value = _mm512_mul_ps(_mm512_cvtepi32_ps(whole), _mm512_mul_ps(_mm512_set1_ps(row_scale[m]), load16(weight.scale + n)));
-      }
-      store16(at, _mm512_add_ps(value, bias));
+      store16(at, _mm512_fmadd_ps(load16(at), scale, bias));
     }
   }
 }
@@ -128,9 +152,9 @@ inline void finish_sums(float* sums, int num_rows, const float* row_scale, const
 // the 64 values of each row and panel, once.
 template <typename Take>
 void multiply(const Rows& rows, int num_rows, const Weight& weight, Take&& take) {
-  const bool narrow = weight.format == Format::bfloat16;
-  const int64_t row_bytes = static_cast<int64_t>(weight.num_inputs) * (narrow ? 2 : 1);
-  const int64_t num_runs = row_bytes / 4;
+  const bool is_int8 = weight.format == Format::int8;
+  const int64_t row_bytes = static_cast<int64_t>(weight.num_inputs) * (is_int8 ? 1 : 2);
+  const int64_t num_runs = row_bytes / 4, panel_bytes = num_runs * kPanel * 4;
   const int num_panels = weight.num_outputs / kPanel;
   // Enough tasks that the threads end together; a panel is fetched once for all rows of a task.
   const int num_chunks = std::min((num_rows + kTileRows - 1) / kTileRows, (kTasksWanted + num_panels - 1) / num_panels);
@@ -139,16 +163,19 @@ void multiply(const Rows& rows, int num_rows, const Weight& weight, Take&& take)
     const int panel = task / num_chunks, chunk = task % num_chunks;
     const int begin = static_cast<int64_t>(num_rows) * chunk / num_chunks;
     const int end = static_cast<int64_t>(num_rows) * (chunk + 1) / num_chunks;
-    const char* packed = static_cast<const char*>(weight.packed) + panel * num_runs * kPanel * 4;
+    Tile tile{nullptr, row_bytes, static_cast<const char*>(weight.packed) + panel * panel_bytes, nullptr, num_runs, nullptr,
+              is_int8 ? weight.correction + panel * kPanel : nullptr, weight.num_outputs};
     // The panel that this thread takes next, most likely: a quarter of it is fetched during each of the first tiles.
-    const char* ahead = packed + std::min(omp_get_num_threads(), num_panels - 1 - panel) * num_runs * kPanel * 4;
-    for (int row = begin, tile = 0; row < end; ++tile) {
+    const char* ahead = tile.panel + std::min(omp_get_num_threads(), num_panels - 1 - panel) * panel_bytes;
+    for (int row = begin, index = 0; row < end; ++index) {
       const int num_tiles = (end - row + kTileRows - 1) / kTileRows;
       const int count = (end - row + num_tiles - 1) / num_tiles;
+      tile.rows = static_cast<const char*>(rows.values) + row * row_bytes;
+      tile.ahead = index < 4 ? ahead + index * num_runs * 64 : tile.panel;
+      tile.scales = is_int8 ? rows.scales + static_cast<int64_t>(row) * num_groups(weight.num_inputs) : nullptr;
       alignas(64) float sums[kTileRows * kPanel];
-      multiply_tile(weight.format, count)(static_cast<const char*>(rows.values) + row * row_bytes, row_bytes, packed,
-                                             tile < 4 ? ahead + tile * num_runs * 64 : packed, num_runs, sums);
-      finish_sums(sums, count, rows.scale ? rows.scale + row : nullptr, weight, panel * kPanel);
+      multiply_tile(weight.format, count)(tile, sums);
+      finish_sums(sums, count, weight, panel * kPanel);
       for (int m = 0; m < count; ++m) take(row + m, panel, sums + m * kPanel);
       row += count;
     }

@@ -22,23 +22,26 @@ inline void normalise_row(const float* row, const float* weight, int size, float
     store16(out + d, _mm512_mul_ps(_mm512_mul_ps(load16(row + d), inverse), load16(weight + d)));
 }
 
-// Symmetric bytes with 128 added; returns the scale, NaN where the row holds NaN.
-inline float to_bytes(const bf16* row, int size, uint8_t* out) {
-  __m512 largest = _mm512_setzero_ps();
-  __mmask16 broken = 0;
-  for (int d = 0; d < size; d += kLanes) {
-    const __m512 x = load16(row + d);
-    largest = _mm512_max_ps(_mm512_abs_ps(x), largest);
-    broken |= _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+// Symmetric bytes with 128 added, and one scale a group of `group` inputs, NaN where the group holds NaN.
+inline void to_bytes(const bf16* row, int size, int group, uint8_t* out, float* scales) {
+  for (int begin = 0; begin < size; begin += group) {
+    const int end = std::min(size, begin + group);
+    __m512 largest = _mm512_setzero_ps();
+    __mmask16 broken = 0;
+    for (int d = begin; d < end; d += kLanes) {
+      const __m512 x = load16(row + d);
+      largest = _mm512_max_ps(_mm512_abs_ps(x), largest);
+      broken |= _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    }
+    const float scale = _mm512_reduce_max_ps(largest) / 127.0f;
+    const __m512 inverse = _mm512_set1_ps(scale > 0 ? 1.0f / scale : 0.0f);
+    for (int d = begin; d < end; d += kLanes) {
+      const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(load16(row + d), inverse));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(out + d),
+                       _mm512_cvtepi32_epi8(_mm512_add_epi32(whole, _mm512_set1_epi32(128))));
+    }
+    *scales++ = broken ? std::numeric_limits<float>::quiet_NaN() : scale;
   }
-  const float scale = _mm512_reduce_max_ps(largest) / 127.0f;
-  const __m512 inverse = _mm512_set1_ps(scale > 0 ? 1.0f / scale : 0.0f);
-  for (int d = 0; d < size; d += kLanes) {
-    const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(load16(row + d), inverse));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + d),
-                     _mm512_cvtepi32_epi8(_mm512_add_epi32(whole, _mm512_set1_epi32(128))));
-  }
-  return broken ? std::numeric_limits<float>::quiet_NaN() : scale;
 }
 
 // A head (first half, second half) becomes (a cos - b sin, b cos + a sin), after an RMS norm where the model has one.

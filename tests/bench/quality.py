@@ -1,0 +1,189 @@
+"""What number formats cost in quality: perplexity and agreement with float32.
+
+    python -m tests.bench.quality --json FILE [--quick]
+
+SmolLM2-135M over stretches of real text, all positions: perplexity, how often the likeliest token
+is float32's, and the share of the tokens of greedy answers that are float32's until the first that
+differs. No clock is read: the machine may be busy.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import takewhile
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer
+
+from flows.calibration import processor_name
+from schedulers.loop import Segment
+from schedulers.view import SeqId
+from tests.bench.common import SAMPLE, Check, arguments, mixed_workload, show_checks, write_report
+from tests.bench.sides import OurSide
+from workers.backends.base import Batch
+from workers.backends.torch_backend import TorchBackend
+from workers.loading.files import ModelFiles, resolve_model
+from workers.models.decoder import Model
+from workers.models.step import lay_out
+from workers.request import Request, RequestId, SamplingParams
+from workers.sequence import Sequence as TokenSequence
+
+MODEL = "smollm2"
+DTYPES = ("float32", "bfloat16", "int8")
+MAX_TOKENS = 256
+MIN_CHARACTERS = 400
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quality:
+    """Of one number format over all positions of the texts.
+
+    Attributes:
+        perplexity: e to the mean negative log-likelihood of the next token.
+        top1_agreement: share of positions whose likeliest token is float32's.
+        greedy_agreement: share of greedily answered tokens before the first that is not float32's.
+    """
+
+    dtype: str
+    perplexity: float
+    top1_agreement: float
+    greedy_agreement: float
+
+
+class Scorer:
+    """Log-likelihoods of texts by one loaded model."""
+
+    def __init__(self, files: ModelFiles, dtype: str) -> None:
+        backend = TorchBackend.load(files, device="cpu", dtype=dtype)  # type: ignore[arg-type]
+        backend.allocate(num_blocks=MAX_TOKENS // BLOCK_SIZE, block_size=BLOCK_SIZE)
+        self._model: Model = backend._loaded()  # pyright: ignore[reportPrivateUsage]
+        pool = backend._pool  # pyright: ignore[reportPrivateUsage]
+        assert pool is not None
+        self._pool = pool
+
+    @torch.inference_mode()
+    def score(self, token_ids: Sequence[int]) -> tuple[float, torch.Tensor]:
+        """Summed negative log-likelihood of all tokens but the first, and the likeliest tokens."""
+        count = len(token_ids)
+        table = list(range(-(-count // BLOCK_SIZE)))
+        segment = Segment(_sequence(token_ids), 0, count, table, sample=True)
+        layout = replace(lay_out(Batch((segment,)), BLOCK_SIZE), sampled_S=np.arange(count))
+        logits_TV = self._model.logits(layout, self._pool).rows(torch.arange(count))
+        log_probs = torch.log_softmax(logits_TV[:-1].double(), dim=1)
+        wanted = log_probs.gather(1, torch.tensor(token_ids[1:])[:, None])
+        return -wanted.sum().item(), logits_TV.argmax(dim=1)
+
+
+def _sequence(token_ids: Sequence[int]) -> TokenSequence:
+    request = Request(
+        request_id=RequestId("0"),
+        prompt_token_ids=tuple(token_ids),
+        sampling=SamplingParams(max_tokens=1),
+    )
+    seq = TokenSequence(
+        SeqId(0),
+        request,
+        sample_index=0,
+        max_model_len=MAX_TOKENS + 1,
+        eos_token_ids=frozenset(),
+        find_stop=None,
+        arrived_s=0.0,
+    )
+    seq.coroutine.close()
+    return seq
+
+
+def texts_of(tokenizer: Tokenizer, count: int) -> list[list[int]]:
+    """Token ids of the sample's longer descriptions."""
+    texts = pq.read_table(SAMPLE)["description"].to_pylist()
+    long_texts = [text for text in texts if len(text) >= MIN_CHARACTERS]
+    encode = tokenizer.encode
+    return [encode(text, add_special_tokens=False).ids[:MAX_TOKENS] for text in long_texts[:count]]
+
+
+def measure(*, quick: bool) -> list[Quality]:
+    files = resolve_model(MODEL)
+    tokenizer = Tokenizer.from_file(str(files.folder / "tokenizer.json"))
+    texts = texts_of(tokenizer, 10 if quick else 60)
+    workload = mixed_workload(tokenizer, num_prompts=8 if quick else 40, output_tokens=(32, 64))
+    found: list[Quality] = []
+    exact_tokens, exact_answers = torch.empty(0), dict[int, tuple[int, ...]]()
+    for dtype in DTYPES:
+        scorer = Scorer(files, dtype)
+        scores = [scorer.score(ids) for ids in texts]
+        tokens = torch.cat([likeliest for _, likeliest in scores])
+        answers = OurSide(files, dtype=dtype).run(workload)[1].token_ids
+        if dtype == DTYPES[0]:
+            exact_tokens, exact_answers = tokens, answers
+        found.append(
+            Quality(
+                dtype=dtype,
+                perplexity=math.exp(
+                    sum(loss for loss, _ in scores) / sum(len(ids) - 1 for ids in texts)
+                ),
+                top1_agreement=(tokens == exact_tokens).double().mean().item(),
+                greedy_agreement=greedy_agreement(answers, exact_answers),
+            )
+        )
+    return found
+
+
+def greedy_agreement(
+    answers: dict[int, tuple[int, ...]], exact: dict[int, tuple[int, ...]]
+) -> float:
+    """Share of all answered tokens that come before a row's first difference."""
+    equal = sum(
+        len(list(takewhile(lambda pair: pair[0] == pair[1], zip(answers[row], exact[row]))))  # noqa: B905
+        for row in exact
+    )
+    return equal / sum(map(len, exact.values()))
+
+
+def checks_of(found: Sequence[Quality]) -> list[Check]:
+    by_dtype = {item.dtype: item for item in found}
+    base = by_dtype["bfloat16"].perplexity
+    ratio = by_dtype["int8"].perplexity / base
+    name = "perplexity of int8, as a multiple of bfloat16's"
+    return [Check(name=name, value=ratio, bound=1.02, sense="<=")]
+
+
+def show(console: Console, found: Sequence[Quality]) -> None:
+    table = Table(title=f"{MODEL}: quality of number formats", title_justify="left")
+    for column in ("", "perplexity", "top-1 as float32", "greedy tokens as float32"):
+        table.add_column(column, justify="right" if column else "left")
+    for item in found:
+        table.add_row(
+            item.dtype,
+            f"{item.perplexity:.3f}",
+            f"{item.top1_agreement:.1%}",
+            f"{item.greedy_agreement:.1%}",
+        )
+    console.print(table)
+    show_checks(console, checks_of(found))
+
+
+def main() -> None:
+    options = arguments(__doc__)
+    console = Console()
+    found = measure(quick=options.quick)
+    show(console, found)
+    write_report(
+        options.json,
+        machine={"cpu": processor_name(), "python": platform.python_version()},
+        settings={"model": MODEL, "quick": options.quick, "max_tokens": MAX_TOKENS},
+        runs=[asdict(item) for item in found],
+        summary={},
+        checks=checks_of(found),
+    )
+
+
+if __name__ == "__main__":
+    main()
