@@ -26,29 +26,23 @@ inline __m512i spread(const void* from) {
   return _mm512_set1_epi32(word);
 }
 
-// 2^x to 2e-7 relative for x <= 0 and a little above; 0 below -126.
+// 2^x to 3e-6 relative (what it goes into is bfloat16, 4e-3); 0 below -126, infinite above 128.
 inline __m512 exp2_16(__m512 x) {
   const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   const __m512 r = _mm512_sub_ps(x, whole);
-  __m512 y = _mm512_set1_ps(1.535336188319500e-4f);
-  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.339887440266574e-3f));
-  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(9.618437357674640e-3f));
-  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(5.550332471162809e-2f));
-  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(2.402264791363012e-1f));
-  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(6.931472028550421e-1f));
-  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
+  __m512 y = _mm512_set1_ps(9.570096662e-3f);
+  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(5.591785991e-2f));
+  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(2.402474496e-1f));
+  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(6.931218148e-1f));
+  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(9.999992614e-1f));
   const __mmask16 some = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);  // NaN stays NaN
   return _mm512_maskz_scalef_ps(some, y, whole);
 }
 
-// x * sigmoid(x)
+// x * sigmoid(x), to 6e-5 relative.
 inline __m512 silu16(__m512 x) {
-  const __m512 magnitude = _mm512_abs_ps(x);
-  const __m512 e = exp2_16(_mm512_mul_ps(magnitude, _mm512_set1_ps(-1.44269504088896341f)));  // e^-|x|
-  const __m512 one = _mm512_set1_ps(1.0f);
-  const __mmask16 negative = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
-  const __m512 top = _mm512_mask_mov_ps(one, negative, e);  // sigmoid = (e^-|x| or 1) / (1 + e^-|x|)
-  return _mm512_mul_ps(x, _mm512_div_ps(top, _mm512_add_ps(one, e)));
+  const __m512 e = exp2_16(_mm512_mul_ps(x, _mm512_set1_ps(-1.44269504088896341f)));
+  return _mm512_mul_ps(x, _mm512_rcp14_ps(_mm512_add_ps(_mm512_set1_ps(1.0f), e)));
 }
 
 }  // namespace headrace
