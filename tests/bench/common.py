@@ -6,29 +6,23 @@ import argparse
 import json
 import math
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 
+from tests.bench.peers.protocol import Item
+
 ROOT = Path(__file__).parents[2]
 SAMPLE = ROOT / "flows" / "samples" / "debian_packages.parquet"
 
 Sense = Literal[">=", "<="]
-
-
-class Item(NamedTuple):
-    """One prompt and the number of tokens that its answer is forced to have."""
-
-    prompt_token_ids: tuple[int, ...]
-    num_output_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,20 +47,6 @@ class Workload:
             "num_prompt_tokens": self.num_prompt_tokens,
             "num_output_tokens": self.num_output_tokens,
         }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measurement:
-    """One run of one side over the whole workload. `elapsed_s` has no loading and no warming up."""
-
-    side: str
-    elapsed_s: float
-    num_output_tokens: int
-    details: Mapping[str, object] = field(default_factory=dict)
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.num_output_tokens / self.elapsed_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,29 +80,42 @@ def mixed_workload(
     seed: int = 0,
 ) -> Workload:
     """Stretches of real text, of log-uniform lengths; the same arguments give the same workload."""
-    rng = random.Random(seed)
     texts = pq.read_table(SAMPLE)["description"].to_pylist()
     stream = tokenizer.encode("\n\n".join(texts), add_special_tokens=False).ids
-    items: list[Item] = []
-    for _ in range(num_prompts):
-        length = log_uniform(rng, *prompt_tokens)
-        start = rng.randrange(len(stream) - length)
-        items.append(Item(tuple(stream[start : start + length]), log_uniform(rng, *output_tokens)))
+    rng = random.Random(seed)
+    items = mixed_items(
+        stream, rng, num_prompts, prompt_tokens=prompt_tokens, output_tokens=output_tokens
+    )
     return Workload(name="mixed", items=tuple(items))
 
 
-def median_rate(runs: Sequence[Measurement], side: str) -> float:
-    """Median output tokens per second of one side's runs."""
-    return median(run.tokens_per_s for run in runs if run.side == side)
+def mixed_items(
+    stream: Sequence[int],
+    rng: random.Random,
+    num_prompts: int,
+    *,
+    prompt_tokens: tuple[int, int] = (16, 512),
+    output_tokens: tuple[int, int] = (8, 256),
+) -> Iterator[Item]:
+    """What `mixed_workload` takes from the tokens of a text."""
+    for _ in range(num_prompts):
+        length = log_uniform(rng, *prompt_tokens)
+        start = rng.randrange(len(stream) - length)
+        yield Item(tuple(stream[start : start + length]), log_uniform(rng, *output_tokens))
 
 
 def arguments(doc: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
     """--json FILE, --quick, --rounds N."""
+    return argument_parser(doc).parse_args(argv)
+
+
+def argument_parser(doc: str | None) -> argparse.ArgumentParser:
+    """The arguments of every benchmark, to which one may add its own."""
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     parser.add_argument("--quick", action="store_true", help="a version of about a minute")
     parser.add_argument("--rounds", type=int, metavar="N", help="interleaved runs of each side")
-    return parser.parse_args(argv)
+    return parser
 
 
 def write_report(

@@ -1,154 +1,193 @@
-"""The sides of the throughput benchmark: a workload goes in, a measurement comes out."""
+"""The sides of the throughput benchmark: ours and its peers, by name, and how each is started."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import NamedTuple
 
-import torch
-
-from tests.bench.common import Item, Measurement, Workload
+from flows.calibration import num_cores
+from tests.bench.common import ROOT
+from tests.bench.peers.environments import bench_folder, environment_folder, python_of
+from tests.bench.peers.models import model_for
+from tests.bench.peers.process import RunnerProcess
+from tests.bench.peers.protocol import Settings
 from workers.loading.files import ModelFiles
-from workers.request import Request, RequestId, SamplingParams
-from workers.setup import EngineOptions, make_engine
 
-if TYPE_CHECKING:
-    from pathlib import Path
+OURS = "headrace"
+DTYPES = ("bfloat16", "float32", "int8")
+KV_BYTES = 2 << 30
+"""Memory for keys and values, the same for every side."""
 
-    from transformers import PreTrainedModel
-
-    from workers.engine import Engine
-
-Order = Literal["arrival", "sorted"]
+TCMALLOC_FOLDERS = (Path("/usr/lib/x86_64-linux-gnu"), Path("/usr/lib64"), Path("/usr/lib"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answers:
-    """Generated ids by index of the workload's item, to see that both sides did the same work."""
+class Kind:
+    """An engine that a side can be.
 
-    token_ids: dict[int, tuple[int, ...]] = field(default_factory=dict)
-
-
-class TransformersSide:
-    """Greedy `generate` over static, left-padded batches.
-
-    Each batch runs until its longest answer is complete; only the tokens asked for are counted.
+    Attributes:
+        runner: module of `tests.bench.peers`.
+        environment: whose Python runs it; None for ours.
+        dtypes: number formats that it can be asked for.
+        is_slow: it runs in the first round only.
+        options: of the runner.
     """
 
-    def __init__(self, folder: Path, *, dtype: str, batch_size: int = 16) -> None:
-        from transformers import AutoModelForCausalLM
+    runner: str
+    environment: str | None
+    dtypes: tuple[str, ...] = DTYPES
+    is_slow: bool = False
+    options: Mapping[str, str] = field(default_factory=dict)
 
-        self.batch_size = batch_size
-        self._model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, dtype)
-        ).eval()
-        config = self._model.generation_config
-        pad = config.pad_token_id if config.pad_token_id is not None else 0
-        # Lengths are forced: nothing ends a sequence early, and no processor is paid for it.
-        config.eos_token_id = None
-        config.pad_token_id = pad
-        self._pad = pad
 
-    def run(self, workload: Workload, order: Order) -> tuple[Measurement, Answers]:
-        answers = Answers()
-        started = time.perf_counter()
-        for indices in self._batches(workload, order):
-            items = [workload.items[index] for index in indices]
-            for index, ids in zip(indices, self._generate(items), strict=True):
-                answers.token_ids[index] = ids
-        elapsed_s = time.perf_counter() - started
-        measurement = Measurement(
-            side=f"transformers, {order}",
-            elapsed_s=elapsed_s,
-            num_output_tokens=sum(map(len, answers.token_ids.values())),
+_TRANSFORMERS = Kind(
+    runner="transformers_runner",
+    environment="transformers",
+    dtypes=("bfloat16", "float32"),
+    is_slow=True,
+)
+KINDS = {
+    OURS: Kind(runner="headrace_runner", environment=None),
+    "vllm": Kind(runner="vllm_runner", environment="vllm"),
+    "llamacpp": Kind(runner="llamacpp_runner", environment="llamacpp"),
+    "openvino": Kind(runner="openvino_runner", environment="openvino"),
+    "transformers": _TRANSFORMERS,
+    "transformers-cb": Kind(
+        runner=_TRANSFORMERS.runner,
+        environment=_TRANSFORMERS.environment,
+        dtypes=_TRANSFORMERS.dtypes,
+        is_slow=True,
+        options={"mode": "continuous"},
+    ),
+}
+BOTH_ORDERS = {"transformers": ("transformers", "transformers-cb")}
+"""What one name on the command line stands for."""
+
+
+class Variant(NamedTuple):
+    """How a side is set for a workload; another variant is another process."""
+
+    prefix_caching: bool
+    quick_start: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """An engine in a number format. `label` names it in figures and tables."""
+
+    kind_name: str
+    dtype: str
+    label: str
+    options: Mapping[str, str]
+
+    @property
+    def kind(self) -> Kind:
+        return KINDS[self.kind_name]
+
+    def start(self, variant: Variant, files: ModelFiles) -> RunnerProcess:
+        """Start its process; environment and converted model are made first if they are missing."""
+        environment = self.kind.environment
+        python = str(python_of(environment)) if environment else sys.executable
+        settings = Settings(
+            model=model_for(self.kind_name, self.dtype, files),
+            dtype=self.dtype,
+            threads=num_cores(),
+            kv_bytes=KV_BYTES,
+            prefix_caching=variant.prefix_caching,
+            quick_start=variant.quick_start,
+            options={**self.kind.options, **self.options},
         )
-        return measurement, answers
+        command = [python, "-m", f"tests.bench.peers.{self.kind.runner}", settings.as_argument()]
+        name = self.label + ("+prefixes" if variant.prefix_caching else "")
+        return RunnerProcess(
+            name,
+            command,
+            log=bench_folder() / "logs" / f"{name.replace(':', '-')}.log",
+            cwd=ROOT,
+            environ=environ_of(self.kind_name),
+        )
 
-    def _batches(self, workload: Workload, order: Order) -> Iterator[Sequence[int]]:
-        indices = list(range(len(workload.items)))
-        if order == "sorted":
-            indices.sort(key=lambda index: len(workload.items[index].prompt_token_ids))
-        for start in range(0, len(indices), self.batch_size):
-            yield indices[start : start + self.batch_size]
 
-    @torch.inference_mode()
-    def _generate(self, items: Sequence[Item]) -> list[tuple[int, ...]]:
-        longest = max(len(item.prompt_token_ids) for item in items)
-        num_new = max(item.num_output_tokens for item in items)
-        ids_BT = torch.full((len(items), longest), self._pad)
-        mask_BT = torch.zeros_like(ids_BT)
-        for row, item in enumerate(items):
-            ids_BT[row, longest - len(item.prompt_token_ids) :] = torch.tensor(
-                item.prompt_token_ids
+def parse_sides(names: str, default_dtype: str) -> tuple[Side, ...]:
+    """Ours first, then the peers of `NAME[:DTYPE][@OPTION=VALUE]...`, separated by commas.
+
+    Peers without a number format take the default; those that lack the default are left out, those
+    that lack one that was asked for are an error.
+
+    Raises:
+        ValueError: unknown engine or format.
+    """
+    sides = {OURS: Side(kind_name=OURS, dtype=default_dtype, label=OURS, options={})}
+    for text in filter(None, names.split(",")):
+        for side in _parse(text, default_dtype):
+            sides[side.label] = side
+    return tuple(sides.values())
+
+
+def _parse(text: str, default_dtype: str) -> Iterator[Side]:
+    head, *options = text.strip().split("@")
+    name, _, asked_dtype = head.partition(":")
+    dtype = asked_dtype or default_dtype
+    if name not in KINDS:
+        raise ValueError(f"{name!r} is no peer; there are {', '.join(KINDS)}")
+    pairs = (option.partition("=") for option in options)
+    for kind_name in BOTH_ORDERS.get(name, (name,)):
+        if dtype in KINDS[kind_name].dtypes:
+            label = "@".join([kind_name + (f":{dtype}" if asked_dtype else ""), *options])
+            yield Side(
+                kind_name=kind_name,
+                dtype=dtype,
+                label=label,
+                options={key: value for key, _, value in pairs},
             )
-            mask_BT[row, longest - len(item.prompt_token_ids) :] = 1
-        out_BT = self._model.generate(
-            ids_BT, attention_mask=mask_BT, max_new_tokens=num_new, do_sample=False
-        )
-        new = out_BT[:, longest:].tolist()
-        return [tuple(row[: item.num_output_tokens]) for row, item in zip(new, items, strict=True)]
+        elif asked_dtype:
+            raise ValueError(f"{kind_name} has no {dtype}; it has {KINDS[kind_name].dtypes}")
 
 
-class OurSide:
-    """Our engine, all requests offered at once, in order of arrival.
+def environ_of(kind_name: str) -> dict[str, str]:
+    """The whole environment of a side's process. Nothing asks a model hub or reports its usage."""
+    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
+    environ["TOKENIZERS_PARALLELISM"] = "false"
+    if kind_name == "vllm":
+        environ |= _vllm_environ()
+    return environ
 
-    Each run has a fresh engine, so that no run finds the prompts of an earlier one in KV memory.
+
+def _vllm_environ() -> dict[str, str]:
+    """Its `auto` binds one thread fewer than there are cores: they are named. What it compiles is
+    kept between runs, so only the first start ever pays for it in full.
     """
+    cores = sorted(os.sched_getaffinity(0))
+    preloaded = [environment_folder("vllm") / "lib" / "libiomp5.so", *_tcmalloc()]
+    cache = bench_folder() / "cache"
+    return {
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        "VLLM_CPU_KVCACHE_SPACE": str(KV_BYTES >> 30),
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CACHE_ROOT": str(cache / "vllm"),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        "LD_PRELOAD": ":".join(str(library) for library in preloaded if library.exists()),
+    }
 
-    def __init__(self, files: ModelFiles, *, dtype: str, policy: str = "hybrid") -> None:
-        self._files = files
-        self._dtype = dtype
-        self._policy = policy
 
-    def run(self, workload: Workload) -> tuple[Measurement, Answers]:
-        engine = self._engine()
-        started = time.perf_counter()
-        results = list(engine.run(forced_request(*pair) for pair in enumerate(workload.items)))
-        elapsed_s = time.perf_counter() - started
-        engine.backend.close()
-        answers = Answers(
-            token_ids={int(item.request_id): item.completions[0].token_ids for item in results}
+def _tcmalloc() -> Sequence[Path]:
+    found = [path for folder in TCMALLOC_FOLDERS for path in folder.glob("libtcmalloc_minimal.so*")]
+    if not found:
+        print(
+            "vLLM runs without tcmalloc, which costs it speed: install libtcmalloc-minimal4",
+            file=sys.stderr,
         )
-        measurement = Measurement(
-            side="headrace",
-            elapsed_s=elapsed_s,
-            num_output_tokens=sum(map(len, answers.token_ids.values())),
-            details={
-                "policy": self._policy,
-                "num_blocks": engine.config.num_blocks,
-                "num_suspensions": sum(item.num_suspensions for item in results),
-                "num_cached_tokens": sum(item.num_cached_tokens for item in results),
-            },
-        )
-        return measurement, answers
-
-    def _engine(self) -> Engine:
-        from workers.backends.torch_backend import TorchBackend
-
-        backend = TorchBackend.load(
-            self._files, device="cpu", dtype=self._dtype, deterministic=False
-        )
-        options = EngineOptions(policy=self._policy)
-        engine, _ = make_engine(backend, options, clock=time.perf_counter)
-        return engine
+    return found[:1]
 
 
-def forced_request(index: int, item: Item) -> Request:
-    """Greedy, with exactly the workload's number of tokens."""
-    num_tokens = item.num_output_tokens
-    return Request(
-        request_id=RequestId(str(index)),
-        prompt_token_ids=item.prompt_token_ids,
-        sampling=SamplingParams(max_tokens=num_tokens, min_tokens=num_tokens, ignore_eos=True),
-    )
-
-
-def agreement(left: Answers, right: Answers, *, num_tokens: int) -> float:
+def agreement(
+    left: Sequence[Sequence[int]], right: Sequence[Sequence[int]], *, num_tokens: int
+) -> float:
     """Share of rows whose first tokens are equal: evidence that both sides did the same."""
-    rows = left.token_ids.keys() | right.token_ids.keys()
-    same = sum(
-        left.token_ids[row][:num_tokens] == right.token_ids[row][:num_tokens] for row in rows
-    )
-    return same / len(rows)
+    same = [a[:num_tokens] == b[:num_tokens] for a, b in zip(left, right, strict=True)]
+    return sum(same) / len(same)

@@ -1,192 +1,233 @@
-"""Our engine against transformers `generate` on the mixed workload, with the floor of the machine.
+"""Our engine against its peers, on six workloads, with the floor of the machine.
 
-    python -m tests.bench.throughput --json FILE [--quick] [--rounds N]
+    python -m tests.bench.throughput --peers vllm,llamacpp,openvino,transformers --json FILE
+        [--workloads mixed,...] [--dtype bfloat16|float32|int8] [--rounds N] [--quick]
 
-200 prompts of 16 to 512 tokens of real text, 8 to 256 forced output tokens each (both log-uniform),
-SmolLM2-135M in bfloat16. transformers runs static batches of 16, in arrival order and
-sorted by prompt length, and the better median counts. Runs of the sides take turns. Start-up is
-from the start of a fresh process to the first token.
+Every side runs in a process of its own, each peer in an environment of its own
+(`tests.bench.peers.environments`), with the settings that served it best. Prompts are real text,
+answers greedy and of forced lengths (`tests.bench.workloads`). Sides take turns run by run, and
+whoever has no turn is stopped. `tiny` is done in a fresh process each time and timed from its
+start. A peer is NAME[:DTYPE][@OPTION=VALUE]...: `openvino:bfloat16` takes part in a run of int8.
 """
 
 from __future__ import annotations
 
+import tempfile
 from argparse import Namespace
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from statistics import median
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from tokenizers import Tokenizer
 
-from tests.bench.common import (
-    Check,
-    Measurement,
-    Workload,
-    arguments,
-    median_rate,
-    mixed_workload,
-    show_checks,
-    write_report,
-)
+from tests.bench.common import Workload, argument_parser, show_checks, write_report
+from tests.bench.figures import Line, Run, checks_of, lines_of
+from tests.bench.fleet import Fleet
 from tests.bench.floor import Floor, Shape, floor_of
 from tests.bench.machine import Machine, measure_machine
-from tests.bench.sides import Answers, OurSide, TransformersSide, agreement
-from tests.bench.startup import SIDES as STARTUP_SIDES
-from tests.bench.startup import Startup, measure_startup
-from workers.loading.files import resolve_model
+from tests.bench.peers.environments import ENVIRONMENTS
+from tests.bench.peers.process import RunnerError
+from tests.bench.sides import DTYPES, KV_BYTES, OURS, Side, Variant, agreement, parse_sides
+from tests.bench.workloads import FRESH, NAMES, SHARED, Source, make_workload
+from workers.loading.files import ModelFiles, resolve_model
+from workers.loading.tokenizer import Tokenizer
 
 MODEL = "smollm2"
-DTYPE = "bfloat16"
-OURS = "headrace"
-PEERS = ("transformers, arrival", "transformers, sorted")
-TARGET = 4.0
+WARM_UP_ROWS = 4
+AGREEING_TOKENS = 8
+KV_ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "int8": 2}
+MIB = float(1 << 20)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
-    """What the report says, from the raw runs."""
+@dataclass(slots=True)
+class Found:
+    """What has been measured so far."""
 
-    runs: tuple[Measurement, ...]
-    floor: Floor
-    startups: tuple[Startup, ...]
-    first_tokens_equal: float
+    runs: list[Run] = field(default_factory=list)
+    failures: list[dict[str, str]] = field(default_factory=list)
 
-    def rate(self, side: str) -> float:
-        return median_rate(self.runs, side)
-
-    def job_s(self, side: str) -> float:
-        return median(run.elapsed_s for run in self.runs if run.side == side)
-
-    def multiple_of_floor(self, side: str) -> float:
-        return self.job_s(side) / self.floor.total_s
-
-    @property
-    def best_peer(self) -> str:
-        return max(PEERS, key=self.rate)
-
-    @property
-    def ratio(self) -> float:
-        return self.rate(OURS) / self.rate(self.best_peer)
-
-    def startup_s(self, side: str) -> float:
-        return median(item.first_token_s for item in self.startups if item.side == side)
-
-    def checks(self) -> list[Check]:
-        name = "output tokens per second, as a multiple of transformers generate's"
-        return [Check(name=name, value=self.ratio, bound=TARGET, sense=">=")]
-
-    def as_json(self) -> dict[str, object]:
-        sides = (OURS, *PEERS)
-        return {
-            "tokens_per_s": {side: self.rate(side) for side in sides},
-            "job_s": {side: self.job_s(side) for side in sides},
-            "ratio": self.ratio,
-            "floor": {**asdict(self.floor), "total_s": self.floor.total_s},
-            "multiple_of_floor": self.multiple_of_floor(OURS),
-            "startup_s": {side: self.startup_s(side) for side in STARTUP_SIDES},
-            "first_tokens_equal": self.first_tokens_equal,
-        }
+    def has_failed(self, side: Side) -> bool:
+        return any(failure["side"] == side.label for failure in self.failures)
 
 
-def workload_for(tokenizer: Tokenizer, *, quick: bool) -> Workload:
-    if quick:
-        return mixed_workload(
-            tokenizer, num_prompts=32, prompt_tokens=(16, 256), output_tokens=(8, 64)
-        )
-    return mixed_workload(tokenizer, num_prompts=200)
+def variant_for(workload: str, *, quick: bool) -> Variant:
+    return Variant(prefix_caching=workload == SHARED, quick_start=quick or workload == FRESH)
 
 
-def run_sides(
-    ours: OurSide, peer: TransformersSide, workload: Workload, rounds: int
-) -> Iterator[tuple[Measurement, Answers]]:
-    """All runs, the sides taking turns."""
-    for _ in range(rounds):
-        yield ours.run(workload)
-        yield peer.run(workload, "arrival")
-        yield peer.run(workload, "sorted")
+def turns(sides: Sequence[Side], rounds: int) -> Iterator[tuple[int, Side]]:
+    """Who runs when: every side in each round, slow ones in the first alone, another one first in
+    each round.
+    """
+    for round_number in range(rounds):
+        start = round_number % len(sides)
+        for side in [*sides[start:], *sides[:start]]:
+            if round_number == 0 or not side.kind.is_slow:
+                yield round_number, side
 
 
-def warm_up(ours: OurSide, peer: TransformersSide, workload: Workload) -> None:
-    """Both sides once over a few items: first calls build caches and start threads."""
-    few = Workload(name="warm-up", items=workload.items[:4])
-    ours.run(few)
-    peer.run(few, "arrival")
+def measure(
+    options: Namespace,
+    sides: Sequence[Side],
+    workloads: Sequence[Workload],
+    fleet: Fleet,
+    console: Console,
+) -> Found:
+    """Workload by workload; a side that fails takes no further part."""
+    found = Found()
+    for workload in workloads:
+        variant = variant_for(workload.name, quick=options.quick)
+        fleet.keep_only([(side.label, variant) for side in sides])
+        reference: list[list[int]] | None = None
+        for round_number, side in turns(sides, options.rounds):
+            if found.has_failed(side):
+                continue
+            run_in = fleet.run_fresh if workload.name == FRESH else fleet.run
+            try:
+                run, answer = run_in(side, variant, workload)
+            except RunnerError as error:
+                if side.label == OURS:
+                    raise
+                console.print(f"[red]{side.label} takes no further part: {error}", markup=True)
+                found.failures.append({"side": side.label, "error": str(error)})
+                continue
+            reference = reference or answer.token_ids  # ours is first in the first round
+            equal = agreement(reference, answer.token_ids, num_tokens=AGREEING_TOKENS)
+            found.runs.append(replace(run, round=round_number, first_tokens_equal=equal))
+            console.print(described(run))
+    return found
 
 
-def measure(options: Namespace, machine: Machine, console: Console) -> tuple[Workload, Figures]:
-    files = resolve_model(MODEL)
-    tokenizer = Tokenizer.from_file(str(files.folder / "tokenizer.json"))
-    workload = workload_for(tokenizer, quick=options.quick)
-    ours = OurSide(files, dtype=DTYPE)
-    peer = TransformersSide(files.folder, dtype=DTYPE)
-    warm_up(ours, peer, workload)
-    runs: list[Measurement] = []
-    answers: dict[str, Answers] = {}
-    for run, answer in run_sides(ours, peer, workload, options.rounds):
-        console.print(f"{run.side}: {run.elapsed_s:.1f} s, {run.tokens_per_s:.1f} tok/s")
-        runs.append(run)
-        answers[run.side] = answer
-    shape = Shape.of_config(dict(files.config), dtype_bytes=2)
-    figures = Figures(
-        runs=tuple(runs),
-        floor=floor_of(workload, shape, machine.ceilings, dtype=DTYPE),
-        startups=measure_startup(MODEL, dtype=DTYPE, rounds=options.rounds),
-        first_tokens_equal=agreement(answers[OURS], answers[PEERS[0]], num_tokens=1),
+def described(run: Run) -> str:
+    return (
+        f"{run.workload}, {run.side}: {run.elapsed_s:.1f} s, "
+        f"{run.output_tokens_per_s:.0f} out tok/s; with start-up {run.job_s:.1f} s"
     )
-    return workload, figures
 
 
-def show(console: Console, machine: Machine, workload: Workload, figures: Figures) -> None:
+def show(
+    console: Console,
+    machine: Machine,
+    workloads: Sequence[Workload],
+    lines: Sequence[Line],
+    floors: dict[str, Floor],
+) -> None:
     ceilings = machine.ceilings
     rates = (ceilings.bfloat16_flops / 1e9, ceilings.float32_flops / 1e9)
     console.print(
         f"{machine.cpu}, {machine.cores} cores: bfloat16 {rates[0]:.0f}, float32 {rates[1]:.0f} "
         f"GFLOP/s, copy {ceilings.copy_bytes_per_s / 1e9:.0f} GB/s"
     )
-    console.print(table_of(workload, figures))
-    startups = ", ".join(f"{side} {figures.startup_s(side):.1f} s" for side in STARTUP_SIDES)
-    console.print(
-        f"{figures.ratio:.2f} times {figures.best_peer}. Process start to first token: "
-        f"{startups}. First tokens equal: {figures.first_tokens_equal:.0%}."
-    )
-    show_checks(console, figures.checks())
+    for workload in workloads:
+        of_it = [line for line in lines if line.workload == workload.name]
+        console.print(table_of(workload, of_it, floors[workload.name]))
 
 
-def table_of(workload: Workload, figures: Figures) -> Table:
+COLUMNS = (
+    "", "job s", "with start-up", "rows/s", "out tok/s", "total tok/s", "peak MiB", "x floor",
+    "ours is", "with start-up", "ready s", "1st token s", "8 tokens equal",
+)  # fmt: skip
+
+
+def table_of(workload: Workload, lines: Sequence[Line], floor: Floor) -> Table:
     title = (
-        f"{MODEL}, {DTYPE}: {len(workload.items)} prompts, "
-        f"{workload.num_prompt_tokens:,} prompt and {workload.num_output_tokens:,} output tokens"
+        f"{workload.name}: {len(workload.items)} prompts, {workload.num_prompt_tokens:,} prompt "
+        f"and {workload.num_output_tokens:,} output tokens; floor {floor.total_s:.1f} s"
     )
     table = Table(title=title, title_justify="left")
-    for column in ("", "job s", "out tok/s", "times the floor"):
+    for column in COLUMNS:
         table.add_column(column, justify="right" if column else "left")
-    for side in (OURS, *PEERS):
-        cells = (figures.job_s(side), figures.rate(side), figures.multiple_of_floor(side))
-        table.add_row(side, *(f"{cell:.1f}" for cell in cells))
-    floor_s = figures.floor.total_s
-    table.add_row("floor", f"{floor_s:.1f}", f"{workload.num_output_tokens / floor_s:.1f}", "1.0")
+    for line in lines:
+        table.add_row(
+            line.side,
+            *(f"{value:.1f}" for value in (line.elapsed_s, line.job_s, line.rows_per_s)),
+            *(f"{value:.0f}" for value in (line.output_tokens_per_s, line.total_tokens_per_s)),
+            f"{line.peak_bytes / MIB:.0f}",
+            f"{line.multiple_of_floor:.2f}",
+            f"{line.ratio:.2f} x",
+            f"{line.ratio_with_start:.2f} x",
+            *(f"{value:.1f}" for value in (line.ready_s, line.first_token_s)),
+            "" if line.first_tokens_equal is None else f"{line.first_tokens_equal:.0%}",
+        )
     return table
 
 
-def main() -> None:
-    options = arguments(__doc__)
+def parsed() -> tuple[Namespace, tuple[Side, ...]]:
+    parser = argument_parser(__doc__)
+    parser.add_argument(
+        "--peers", default="", metavar="NAME,...", help="see above; none by default"
+    )
+    parser.add_argument("--workloads", default=",".join(NAMES), metavar="NAME,...")
+    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
+    options = parser.parse_args()
     options.rounds = options.rounds or (1 if options.quick else 3)
-    console = Console()
+    options.workloads = options.workloads.split(",")
+    if unknown := set(options.workloads) - set(NAMES):
+        parser.error(f"no workload: {', '.join(unknown)}; there are {', '.join(NAMES)}")
+    try:
+        return options, parse_sides(options.peers, options.dtype)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def settings_of(
+    options: Namespace, sides: Sequence[Side], workloads: Sequence[Workload]
+) -> dict[str, object]:
+    environments = {side.kind.environment for side in sides} - {None}
+    return {
+        "model": MODEL,
+        "dtype": options.dtype,
+        "quick": options.quick,
+        "rounds": options.rounds,
+        "kv_bytes": KV_BYTES,
+        "sides": [asdict(side) for side in sides],
+        "environments": {name: asdict(ENVIRONMENTS[name]) for name in environments if name},
+        "workloads": [workload.as_json() for workload in workloads],
+    }
+
+
+def floors_of(
+    workloads: Sequence[Workload], files: ModelFiles, machine: Machine, dtype: str
+) -> dict[str, Floor]:
+    shape = Shape.of_config(dict(files.config), dtype_bytes=KV_ELEMENT_BYTES[dtype])
+    return {
+        workload.name: floor_of(workload, shape, machine.ceilings, dtype=dtype)
+        for workload in workloads
+    }
+
+
+def main() -> None:
+    options, sides = parsed()
+    console = Console(width=160)
     machine = measure_machine()
     if machine.load_1min > 0.5:
         console.print(f"The load is {machine.load_1min:.1f}: these figures will not hold.")
-    workload, figures = measure(options, machine, console)
-    show(console, machine, workload, figures)
-    settings = {"model": MODEL, "dtype": DTYPE, "quick": options.quick, "rounds": options.rounds}
+    files = resolve_model(MODEL)
+    source = Source.of_sample(Tokenizer.load(files), quick=options.quick)
+    # Sharing prefixes takes other processes than the rest: last, when theirs can be ended.
+    names = sorted(options.workloads, key=lambda name: name == SHARED)
+    workloads = [make_workload(name, source) for name in names]
+    warm_up = make_workload("mixed", source).items[:WARM_UP_ROWS]
+    with tempfile.TemporaryDirectory() as folder, Fleet(files, Path(folder), warm_up) as fleet:
+        found = measure(options, sides, workloads, fleet, console)
+    floors = floors_of(workloads, files, machine, options.dtype)
+    lines = lines_of(found.runs, floors)
+    checks = checks_of(lines, options.dtype)
+    show(console, machine, workloads, lines, floors)
+    show_checks(console, checks)
     write_report(
         options.json,
         machine=machine.as_json(),
-        settings={**settings, "batch_size_of_transformers": 16, "workload": workload.as_json()},
-        runs=[{**asdict(run), "tokens_per_s": run.tokens_per_s} for run in figures.runs]
-        + [asdict(item) for item in figures.startups],
-        summary=figures.as_json(),
-        checks=figures.checks(),
+        settings=settings_of(options, sides, workloads),
+        runs=[run.as_json() for run in found.runs],
+        summary={
+            "lines": [asdict(line) for line in lines],
+            "floors": {
+                name: {**asdict(floor), "total_s": floor.total_s} for name, floor in floors.items()
+            },
+            "failures": found.failures,
+        },
+        checks=checks,
     )
 
 
