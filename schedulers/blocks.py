@@ -4,8 +4,12 @@ Whose truth: this table says which blocks a sequence *may write and read*; the t
 hold what was written. A block is in exactly one of three states:
 
     free        no holder, no content worth keeping
-    cached      no holder, content known by its key: may be revived by a match, or evicted (least
-    recently freed first) held        `_holders[block] >= 1` sequences have it in their tables
+    cached      no holder, content known by its key: may be revived by a match, or evicted
+    held        `_holders[block] >= 1` sequences have it in their tables
+
+What has been matched before is likely to be matched again, and what has not rarely is: a prefix
+that rows share is kept, and the rest of a prompt goes first (and soon, so that the pool's untouched
+memory stays untouched). Within both the least recently freed goes first.
 
 Only *full* blocks of known content are ever shared, and a full block is never written again, so
 copy-on-write does not arise: a fork or a prefix match shares the full blocks and computes the
@@ -60,7 +64,8 @@ class BlockManager:
         block_size: positions per block.
         share_prefixes: whether full prompt blocks are kept and matched.
         max_cached_blocks: blocks without a holder that are kept for a match; by default a quarter
-            of the pool, and no more than 8192, as what is not matched soon rarely is later.
+            of the pool, and no more than 8192.
+        max_unmatched_blocks: how many of them may be such as never were matched; by default 1024.
     """
 
     def __init__(
@@ -70,6 +75,7 @@ class BlockManager:
         *,
         share_prefixes: bool = True,
         max_cached_blocks: int | None = None,
+        max_unmatched_blocks: int = 1024,
     ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(
@@ -81,9 +87,12 @@ class BlockManager:
         self.max_cached_blocks = (
             min(-(-num_blocks // 4), 8192) if max_cached_blocks is None else max_cached_blocks
         )
+        self.max_unmatched_blocks = min(max_unmatched_blocks, self.max_cached_blocks)
         # A stack: what was freed last is warm in the caches, and untouched memory stays untouched.
         self._free: list[int] = list(reversed(range(num_blocks)))
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._unmatched: OrderedDict[int, None] = OrderedDict()
+        self._matched: OrderedDict[int, None] = OrderedDict()
+        self._was_matched: list[bool] = [False] * num_blocks
         self._holders: list[int] = [0] * num_blocks
         self._key: list[BlockKey | None] = [None] * num_blocks
         self._serial: list[int] = [_ROOT] * num_blocks
@@ -95,7 +104,7 @@ class BlockManager:
     @property
     def num_free_blocks(self) -> int:
         """Blocks that can be given out now: free and cached ones."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + self._num_cached
 
     def table(self, seq_id: SeqId) -> Sequence[int]:
         """Block numbers of a holder, in order of position. A live view: do not change it."""
@@ -142,7 +151,7 @@ class BlockManager:
             )
         table = self.match(token_ids)
         for block in table:
-            self._hold(block)
+            self._revive(block)
         self._tables[seq_id] = table
         self._num_sealed[seq_id] = len(table)
         return len(table) * self.block_size
@@ -196,27 +205,41 @@ class BlockManager:
                 if self._key[block] is None:
                     self._free.append(block)
                 else:
-                    self._cached[block] = None
-        while len(self._cached) > self.max_cached_blocks:
+                    self._cache_of(block)[block] = None
+        while (
+            len(self._unmatched) > self.max_unmatched_blocks
+            or self._num_cached > self.max_cached_blocks
+        ):
             self._free.append(self._evict())
 
-    def _hold(self, block: int) -> None:
+    @property
+    def _num_cached(self) -> int:
+        return len(self._unmatched) + len(self._matched)
+
+    def _cache_of(self, block: int) -> OrderedDict[int, None]:
+        return self._matched if self._was_matched[block] else self._unmatched
+
+    def _revive(self, block: int) -> None:
+        """One holder more, by a match."""
         if self._holders[block] == 0:
-            del self._cached[block]
+            del self._cache_of(block)[block]
+        self._was_matched[block] = True
         self._holders[block] += 1
 
     def _take(self) -> int:
         if self._free:
             return self._free.pop()
-        if not self._cached:
+        if not self._num_cached:
             raise BlockAccountingError(
                 f"all {self.num_blocks} blocks are held by {len(self._tables)} sequences"
             )
         return self._evict()
 
     def _evict(self) -> int:
-        """Forget the content of the cached block that was freed first."""
-        block, _ = self._cached.popitem(last=False)
+        """Forget the content of the cached block that was freed first, unmatched ones before."""
+        cache = self._unmatched or self._matched
+        block, _ = cache.popitem(last=False)
+        self._was_matched[block] = False
         key = self._key[block]
         assert key is not None
         del self._block_of[key]
@@ -234,7 +257,7 @@ class BlockManager:
         for table in self._tables.values():
             for block in table:
                 holders[block] += 1
-        free, cached = set(self._free), set(self._cached)
+        free, cached = set(self._free), {*self._unmatched, *self._matched}
         known = {block: key for block, key in enumerate(self._key) if key is not None}
         laws: tuple[tuple[str, bool], ...] = (
             ("holders are what the tables say", holders == self._holders),
@@ -247,6 +270,11 @@ class BlockManager:
             (
                 "free and cached blocks have no holder",
                 not any(holders[block] for block in free | cached),
+            ),
+            (
+                "cached blocks lie with their kind",
+                not any(self._was_matched[block] for block in self._unmatched)
+                and all(self._was_matched[block] for block in self._matched),
             ),
             ("cached blocks are known", cached <= set(known)),
             ("free blocks are unknown", not free & set(known)),

@@ -79,6 +79,30 @@ def test_no_more_is_kept_than_allowed() -> None:
     assert blocks.num_free_blocks == 8
 
 
+def test_a_prefix_that_was_shared_outlives_what_never_was() -> None:
+    """Eight tokens that two rows begin with stay, whatever comes through after them."""
+    blocks = BlockManager(16, SIZE, max_cached_blocks=8, max_unmatched_blocks=3)
+    shared = list(range(8))
+    for seq, tail in ((0, [50, 51, 52, 53]), (1, [60, 61, 62, 63])):
+        fill(blocks, seq, [*shared, *tail])
+        blocks.close(SeqId(seq))
+    for seq in range(2, 30):
+        fill(blocks, seq, [1000 * seq + index for index in range(16)])
+        blocks.close(SeqId(seq))
+        blocks.check_integrity()
+        assert blocks.match_prefix([*shared, 0]).num_tokens == 8
+    assert blocks.match_prefix([1000 * 29 + index for index in range(17)]).num_tokens == 3 * SIZE
+    assert blocks.match_prefix([1000 * 28 + index for index in range(17)]).num_tokens == 0
+
+
+def test_even_a_shared_prefix_goes_when_the_memory_is_needed(blocks: BlockManager) -> None:
+    for seq in (0, 1):
+        fill(blocks, seq, [*range(8), 50 + seq])
+        blocks.close(SeqId(seq))
+    fill(blocks, 2, list(range(100, 132)))  # the whole pool
+    assert blocks.match_prefix([*range(8), 0]).num_tokens == 0
+
+
 def test_asking_for_more_than_there_is_is_an_error(blocks: BlockManager) -> None:
     blocks.open(SeqId(0), [1])
     with pytest.raises(BlockAccountingError, match="all 8 blocks"):
@@ -102,7 +126,12 @@ def test_without_sharing_nothing_is_kept() -> None:
 @given(data=st.data())
 def test_random_operations_keep_every_law_and_serve_only_equal_content(data: st.DataObject) -> None:
     """Against a model: what each block holds. A match must return exactly the tokens asked for."""
-    blocks = BlockManager(10, SIZE, max_cached_blocks=data.draw(st.integers(0, 10)))
+    blocks = BlockManager(
+        10,
+        SIZE,
+        max_cached_blocks=data.draw(st.integers(0, 10)),
+        max_unmatched_blocks=data.draw(st.integers(0, 10)),
+    )
     content: dict[int, tuple[int, ...]] = {}  # block -> the whole prefix up to and with the block
     alive: dict[int, list[int]] = {}
     for seq in range(data.draw(st.integers(1, 25))):
