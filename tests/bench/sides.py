@@ -88,8 +88,14 @@ class Side:
     def kind(self) -> Kind:
         return KINDS[self.kind_name]
 
+    def prepare(self, files: ModelFiles) -> None:
+        """Make its environment and its form of the model if they are missing: minutes of work."""
+        if self.kind.environment:
+            python_of(self.kind.environment)
+        model_for(self.kind_name, self.dtype, files)
+
     def start(self, variant: Variant, files: ModelFiles) -> RunnerProcess:
-        """Start its process; environment and converted model are made first if they are missing."""
+        """Start its process."""
         environment = self.kind.environment
         python = str(python_of(environment)) if environment else sys.executable
         settings = Settings(

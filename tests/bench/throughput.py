@@ -199,10 +199,12 @@ def floors_of(
 def main() -> None:
     options, sides = parsed()
     console = Console(width=160)
+    files = resolve_model(MODEL)
+    for side in sides:
+        side.prepare(files)
     machine = measure_machine()
     if machine.load_1min > 0.5:
         console.print(f"The load is {machine.load_1min:.1f}: these figures will not hold.")
-    files = resolve_model(MODEL)
     source = Source.of_sample(Tokenizer.load(files), quick=options.quick)
     # Sharing prefixes takes other processes than the rest: last, when theirs can be ended.
     names = sorted(options.workloads, key=lambda name: name == SHARED)

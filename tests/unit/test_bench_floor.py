@@ -59,3 +59,24 @@ def test_log_uniform_stays_in_bounds_and_halves_at_the_geometric_mean() -> None:
 def test_check_holds_on_its_side_of_the_bound(sense: str, holds: bool) -> None:
     check = Check(name="ratio", value=4.5, bound=4.0, sense=sense)  # type: ignore[arg-type]
     assert check.holds is holds
+
+
+def test_a_shared_prefix_counts_once_per_group() -> None:
+    shape = Shape(layer_parameters=100, head_parameters=10, kv_bytes_per_token=4)
+    ceilings = Ceilings(bfloat16_flops=2.0, float32_flops=1.0, copy_bytes_per_s=8.0)
+    prefix = (1, 2, 3)
+    rows = (Item((*prefix, 7), 3, 0, 3), Item((*prefix, 8), 2, 0, 3), Item((*prefix, 9), 2, 1, 3))
+    apart = tuple(item._replace(group=None, num_prefix_tokens=0) for item in rows)
+    shared, whole = (
+        floor_of(Workload(name="", items=items), shape, ceilings, dtype="bfloat16")
+        for items in (rows, apart)
+    )
+    assert whole.flops - shared.flops == 2 * 100 * 3  # one prompt of group 0 computes it
+    # Two steps of the first row read it, and the one step of the second row reads it with them.
+    assert whole.kv_read_bytes - shared.kv_read_bytes == 4 * 3
+
+
+def test_int8_multiplies_twice_as_fast_as_bfloat16() -> None:
+    ceilings = Ceilings(bfloat16_flops=2.0, float32_flops=1.0, copy_bytes_per_s=8.0)
+    rates = [ceilings.matrix_rate(dtype) for dtype in ("float32", "bfloat16", "int8")]
+    assert rates == [1.0, 2.0, 4.0]

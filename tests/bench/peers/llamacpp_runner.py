@@ -21,8 +21,9 @@ from tests.bench.peers.protocol import Item, Settings, serve
 
 NUM_SEQS = 64
 BATCH_TOKENS = 512
-MAX_TOKENS = 2048
-CACHE_TYPES = {"bfloat16": lc.GGML_TYPE_BF16, "float32": lc.GGML_TYPE_F32, "int8": lc.GGML_TYPE_F16}
+MAX_TOKENS = 1280
+CACHE_TYPES = {"bfloat16": 30, "float32": 0, "int8": 1}
+"""Of keys and values: ggml's numbers of BF16, F32 and F16, which the package does not name."""
 FILE_TYPES = {
     "bfloat16": lc.LLAMA_FTYPE_MOSTLY_BF16,
     "float32": lc.LLAMA_FTYPE_ALL_F32,

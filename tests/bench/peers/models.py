@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 from tests.bench.common import ROOT
@@ -51,6 +52,16 @@ def _made(
         module, *arguments = command
         python = str(python_of(environment))
         runner = [python, "-m", f"tests.bench.peers.{module}"]
-        subprocess.run([*runner, *arguments, str(unfinished), *last], cwd=ROOT, check=True)
+        log = bench_folder() / "logs" / f"make-{name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        print(f"making {target}; {log} tells more", file=sys.stderr)
+        with log.open("wb") as told:
+            subprocess.run(
+                [*runner, *arguments, str(unfinished), *last],
+                cwd=ROOT,
+                check=True,
+                stdout=told,
+                stderr=subprocess.STDOUT,
+            )
         unfinished.rename(target)
     return str(target)
