@@ -64,8 +64,8 @@ KINDS = {
         options={"mode": "continuous"},
     ),
 }
-BOTH_ORDERS = {"transformers": ("transformers", "transformers-cb")}
-"""What one name on the command line stands for."""
+STANDS_FOR = {"transformers": ("transformers", "transformers-cb")}
+"""Sides for which one name on the command line stands."""
 
 
 class Variant(NamedTuple):
@@ -141,7 +141,7 @@ def _parse(text: str, default_dtype: str) -> Iterator[Side]:
     if name not in KINDS:
         raise ValueError(f"{name!r} is no peer; there are {', '.join(KINDS)}")
     pairs = (option.partition("=") for option in options)
-    for kind_name in BOTH_ORDERS.get(name, (name,)):
+    for kind_name in STANDS_FOR.get(name, (name,)):
         if dtype in KINDS[kind_name].dtypes:
             label = "@".join([kind_name + (f":{dtype}" if asked_dtype else ""), *options])
             yield Side(

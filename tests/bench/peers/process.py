@@ -40,7 +40,9 @@ class RunnerProcess:
     """A side's process, stopped whenever it has nothing to do.
 
     Stopped means SIGSTOP for its whole process group: idle threads that spin, pools and background
-    work of one side take no time from another. A context manager; leaving it ends the group.
+    work of one side take no time from another. A context manager; leaving it ends the group. If the
+    benchmark itself is killed, the kernel ends the group: it is of our session, and a stopped group
+    that loses its last parent there gets SIGHUP and SIGCONT.
 
     Args:
         name: for messages.
@@ -72,7 +74,7 @@ class RunnerProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                start_new_session=True,
+                process_group=0,
             )
 
     def __enter__(self) -> Self:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -72,6 +74,35 @@ def test_it_is_stopped_whenever_it_has_no_turn(tmp_path: Path) -> None:
         process.run(ITEMS, tmp_path / "workload")
         wait_for_state(pid, "T")
     assert children() == before
+
+
+BENCH = """
+import sys
+from pathlib import Path
+from tests.unit.bench.test_protocol import start
+
+process = start(Path(sys.argv[1]))
+process.wait_until_ready()
+print(process._process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_stopped_processes_end_with_a_benchmark_that_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", BENCH, str(tmp_path)]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as bench:
+        assert bench.stdout is not None
+        pid = int(bench.stdout.readline())
+        wait_for_state(pid, "T")
+        bench.kill()
+    for _ in range(200):
+        if not Path(f"/proc/{pid}").exists() or state_of(pid) == "Z":
+            return
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    raise AssertionError("the runner outlived its benchmark")
 
 
 def test_what_libraries_print_goes_to_the_log(tmp_path: Path) -> None:
