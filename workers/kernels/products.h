@@ -41,7 +41,7 @@ struct Rows {
   const float* scales;  // [M, groups], int8 only
 };
 
-constexpr int kGroup = 64;  // inputs that share a scale
+constexpr int kGroup = 96;  // inputs that share a scale
 inline int num_groups(int64_t num_inputs) { return static_cast<int>((num_inputs + kGroup - 1) / kGroup); }
 
 // One tile: M rows times one panel, over all inputs. Meanwhile one line a run is fetched from `ahead`.
