@@ -22,11 +22,13 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from flows.calibration import processor_name
+from flows.calibration import num_cores, processor_name
 from schedulers.loop import Segment
 from schedulers.view import SeqId
 from tests.bench.common import SAMPLE, Check, arguments, mixed_workload, show_checks, write_report
-from tests.bench.sides import OurSide
+from tests.bench.peers.headrace_runner import HeadraceSide
+from tests.bench.peers.protocol import Settings
+from tests.bench.sides import KV_BYTES
 from workers.backends.base import Batch
 from workers.backends.torch_backend import TorchBackend
 from workers.loading.files import ModelFiles, resolve_model
@@ -120,7 +122,9 @@ def measure(*, quick: bool) -> list[Quality]:
         scorer = Scorer(files, dtype)
         scores = [scorer.score(ids) for ids in texts]
         tokens = torch.cat([likeliest for _, likeliest in scores])
-        answers = OurSide(files, dtype=dtype).run(workload)[1].token_ids
+        settings = Settings(model=files.name, dtype=dtype, threads=num_cores(), kv_bytes=KV_BYTES)
+        generated = HeadraceSide(settings).generate(workload.items)
+        answers = dict(enumerate(map(tuple, generated)))
         if dtype == DTYPES[0]:
             exact_tokens, exact_answers = tokens, answers
         found.append(

@@ -2,8 +2,8 @@
 
 Prompts of a group follow each other: the first one's prefix is computed in a sequence of its own,
 and every other gets a copy of its cells.
-Options: num_seqs, batch_tokens, ubatch_tokens, unified (0 or 1: one cache for all sequences),
-flash_attention (-1 lets llama.cpp choose).
+Options: num_seqs, batch_tokens, ubatch_tokens, flash_attention (-1 lets llama.cpp choose), unified
+(1: one cache for all sequences, which served it best; 0: one each).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class LlamaCppSide:
         params.n_ubatch = settings.number("ubatch_tokens", self._batch_tokens)
         params.n_threads = params.n_threads_batch = settings.threads
         params.type_k = params.type_v = CACHE_TYPES[settings.dtype]
-        params.kv_unified = bool(settings.number("unified", 0))
+        params.kv_unified = bool(settings.number("unified", 1))
         params.flash_attn_type = settings.number("flash_attention", -1)
         params.no_perf = True
         return params
