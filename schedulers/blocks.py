@@ -135,7 +135,15 @@ class BlockManager:
         """What `open` would find now. A pure look-up."""
         found = self.match(token_ids)
         revived = sum(1 for block in found if self._holders[block] == 0)
-        return PrefixMatch(len(found) * self.block_size, revived)
+        return PrefixMatch(len(found) * self.block_size, revived, self._next_key(found, token_ids))
+
+    def _next_key(self, found: Sequence[int], token_ids: Sequence[int]) -> BlockKey | None:
+        """Of the whole block behind a match, if it could be shared."""
+        start, size = len(found) * self.block_size, self.block_size
+        if not self.share_prefixes or start + size >= len(token_ids):
+            return None
+        serial = self._serial[found[-1]] if found else _ROOT
+        return BlockKey(serial, _pack(token_ids[start : start + size]))
 
     def private_blocks(self, seq_id: SeqId) -> int:
         """Blocks that no other holder shares: what `close` would free."""

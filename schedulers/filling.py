@@ -12,11 +12,11 @@ memory run short.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from schedulers.blocks import blocks_for
 from schedulers.events import Mode, PolicyEvent
-from schedulers.view import Budget, Phase, Plan, Scheduled, SeqId, SequenceView, View
+from schedulers.view import Budget, Phase, Plan, PrefixMatch, Scheduled, SeqId, SequenceView, View
 
 
 def is_decoding(seq: SequenceView) -> bool:
@@ -39,6 +39,7 @@ class PlanBuilder:
         self._scheduled: dict[SeqId, int] = {}
         self._admitted: list[SeqId] = []
         self._suspended: list[SeqId] = []
+        self._computing: set[Hashable] = set()
 
     def _reach(self, seq: SequenceView) -> int:
         full = self._budget.reservation == "full"
@@ -117,7 +118,22 @@ class PlanBuilder:
             return False
         self.num_holders += 1
         self._admitted.append(seq.seq_id)
+        self._note_computing(match)
         return True
+
+    def note_prefilling(self, seq: SequenceView) -> None:
+        """Remember what a running sequence computes: whoever needs the same can wait for it."""
+        self._note_computing(self._view.match_prefix(seq))
+
+    def _note_computing(self, match: PrefixMatch) -> None:
+        if match.next_block is not None:
+            self._computing.add(match.next_block)
+
+    def is_being_computed(self, seq: SequenceView) -> bool:
+        """Whether the next block of a waiting sequence is computed in this step for another one: a
+        step later it is there to be shared.
+        """
+        return bool(self._computing) and self._view.match_prefix(seq).next_block in self._computing
 
     def suspend(self, seq: SequenceView) -> None:
         """Take a running sequence's blocks away. It must not be scheduled in this plan."""
@@ -177,7 +193,8 @@ def chunk_running(builder: PlanBuilder, running: Sequence[SequenceView]) -> None
     """
     prefilling = [s for s in running if not is_decoding(s) and not builder.is_suspended(s)]
     for seq in prefilling:
-        builder.chunk(seq)
+        if builder.chunk(seq):
+            builder.note_prefilling(seq)
     if builder.num_scheduled or not prefilling:
         return
     oldest = prefilling[0]
@@ -195,6 +212,8 @@ def admit_waiting(
     """Admit from the head of `waiting` while it fits; returns how many.
 
     Stops at the first that does not fit: whoever waits longest is not overtaken by something small.
+    Who would compute what is being computed for another in this step is passed over: it is admitted
+    when it can share that.
     Admits nothing in a plan that suspends, as that would undo it. An empty engine is given its
     first sequence without spare blocks and whatever `max_holders` says, so that it cannot stall.
     """
@@ -205,6 +224,8 @@ def admit_waiting(
         alone = builder.num_holders == 0
         if not alone and builder.num_holders >= max_holders:
             break
+        if builder.is_being_computed(seq):
+            continue
         if not builder.admit(seq, spare_blocks=0 if alone else spare_blocks):
             break
         num_admitted += 1

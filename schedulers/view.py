@@ -7,7 +7,7 @@ random generator, so the simulator uses the very same types.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, NewType, Protocol
 
@@ -56,10 +56,13 @@ class PrefixMatch(NamedTuple):
     Attributes:
         num_tokens: tokens that need not be computed (whole blocks).
         num_revived_blocks: matched blocks without a holder, which would no longer count as free.
+        next_block: stands for the content of the first whole block behind the match, which nobody
+            has computed; equal for sequences that would compute the same. None: there is none.
     """
 
     num_tokens: int
     num_revived_blocks: int
+    next_block: Hashable = None
 
 
 class View(NamedTuple):

@@ -53,7 +53,7 @@ _TRANSFORMERS = Kind(
 KINDS = {
     OURS: Kind(runner="headrace_runner", environment=None),
     "vllm": Kind(runner="vllm_runner", environment="vllm"),
-    "llamacpp": Kind(runner="llamacpp_runner", environment="llamacpp"),
+    "llamacpp": Kind(runner="llamacpp_runner", environment="llamacpp", is_slow=True),
     "openvino": Kind(runner="openvino_runner", environment="openvino"),
     "transformers": _TRANSFORMERS,
     "transformers-cb": Kind(

@@ -268,8 +268,8 @@ def test_c52_sampled_text_depends_on_seed_and_row_alone(
 def test_c52_bfloat16_and_int8_are_bit_equal(
     dtype: str, deterministic: bool, tiny_model: Path, tmp_path: Path, sample_texts: list[str]
 ) -> None:
-    """Log-probabilities and all, whatever the order, the batch and the shard: with the native decoder
-    always, without it in deterministic mode.
+    """Log-probabilities and all, whatever the order, the batch and the shard: with the native
+    decoder always, without it in deterministic mode.
     """
     if not (deterministic or is_available()):
         pytest.skip("this processor has no native decoder")

@@ -205,10 +205,18 @@ class Batch {
     });
   }
 
+  // A thread's first token. Two neighbours that share a pair of values, which is read and written back whole, are one
+  // thread's.
+  int first_token(int thread) const {
+    const int t = static_cast<int64_t>(step_.num_tokens) * thread / omp_get_num_threads();
+    const bool is_second = t > 0 && t < step_.num_tokens && step_.slots[t] % 2 && step_.slots[t] == step_.slots[t - 1] + 1;
+    return is_second ? t + 1 : t;
+  }
+
   void rotate_and_store(const HeadraceLayer& layer) {
     const int size = model_.head_size, width = model_.num_heads * size;
-#pragma omp for schedule(static)
-    for (int t = 0; t < step_.num_tokens; ++t) {
+    const int end = first_token(omp_get_thread_num() + 1);
+    for (int t = first_token(omp_get_thread_num()); t < end; ++t) {
       float* heads = scratch_.heads + static_cast<int64_t>(t) * num_heads() * size;
       const float* cos = model_.cos + step_.positions[t] * (size / 2);
       const float* sin = model_.sin + step_.positions[t] * (size / 2);
@@ -224,6 +232,7 @@ class Batch {
         store_value(block_head + kBlock * size, position, size, heads + width + (model_.num_kv_heads + k) * size);
       }
     }
+#pragma omp barrier
   }
 
   void attend(const HeadraceLayer& layer) {
@@ -258,24 +267,13 @@ class Batch {
       Stretch stretch = find_stretch(layer, unit, first);
       if (first + kStretch < end) fetch_next(layer, unit, first + kStretch, stretch);
       else if (next) fetch_next(layer, *next, first_stretch(layer, *next), stretch);
-      for (int r = 0; r < num_rows; r += kQueryRows) attend_group(&desk.rows[r], std::min(kQueryRows, num_rows - r), stretch, scale);
+      for (int r = 0; r < num_rows; r += kQueryRows) attend_group(&desk.rows[r], std::min(kQueryRows, num_rows - r), stretch, size, scale);
     }
     for (int r = 0; r < num_rows; ++r) {
       const QueryRow& row = desk.rows[r];
       const __m512 inverse = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(row.total));
       bf16* out = scratch_.attended + (row.query - scratch_.queries);
       for (int h = 0; h < size; h += kLanes) store16(out + h, _mm512_mul_ps(load16(row.mixed + h), inverse));
-    }
-  }
-
-  void attend_group(QueryRow* rows, int count, const Stretch& stretch, float scale) {
-    const bool before = rows[0].begin >= stretch.first + kStretch, behind = rows[count - 1].end <= stretch.first;
-    if (before || behind) return;
-    switch (count) {
-      case 4: attend_rows<4>(rows, stretch, model_.head_size, scale); break;
-      case 3: attend_rows<3>(rows, stretch, model_.head_size, scale); break;
-      case 2: attend_rows<2>(rows, stretch, model_.head_size, scale); break;
-      default: attend_rows<1>(rows, stretch, model_.head_size, scale);
     }
   }
 

@@ -63,15 +63,15 @@ struct Stretch {
   int num_written;  // positions of it that have been written; what lies behind may hold anything
 };
 
-// mixed += weights x values for V x 16 dimensions from h on.
+// mixed += weights x values for V x 16 dimensions from h on, and `num_seen` positions.
 template <int R, int V>
-inline void mix_values(QueryRow* rows, const Stretch& stretch, int head_size, int h, const bf16 (*weight)[kStretch]) {
+inline void mix_values(QueryRow* rows, const Stretch& stretch, int num_seen, int head_size, int h, const bf16 (*weight)[kStretch]) {
   __m512 mixed[R][V];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) mixed[r][v] = load16(rows[r].mixed + h + v * kLanes);
-  const int num_pairs = (stretch.num_written + 1) / 2;
+  const int num_pairs = (num_seen + 1) / 2;
   for (int pair = 0; pair < num_pairs; ++pair) {
     const int64_t at = (pair % (kBlock / 2)) * 2 * head_size + 2 * h;
     const bf16* values = stretch.values[pair / (kBlock / 2)] + at;
@@ -97,26 +97,26 @@ inline void mix_values(QueryRow* rows, const Stretch& stretch, int head_size, in
     for (int v = 0; v < V; ++v) store16(rows[r].mixed + h + v * kLanes, mixed[r][v]);
 }
 
-template <int R>
-void attend_rows(QueryRow* rows, const Stretch& stretch, int head_size, float scale) {
-  __m512 score[R][kBlocksOfStretch];
+// R rows over the first B blocks of a stretch, of which they see at most `num_seen` positions.
+template <int R, int B>
+void attend_rows(QueryRow* rows, const Stretch& stretch, int num_seen, int head_size, float scale) {
+  __m512 score[R][B];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-    for (int b = 0; b < kBlocksOfStretch; ++b) score[r][b] = _mm512_setzero_ps();
+    for (int b = 0; b < B; ++b) score[r][b] = _mm512_setzero_ps();
   for (int h = 0; h < head_size; h += 2) {
     const int at = h * kBlock;
-    const __m512bh k0 = load_pairs(stretch.keys[0] + at), k1 = load_pairs(stretch.keys[1] + at);
-    const __m512bh k2 = load_pairs(stretch.keys[2] + at), k3 = load_pairs(stretch.keys[3] + at);
+    __m512bh k[B];
+#pragma GCC unroll 4
+    for (int b = 0; b < B; ++b) k[b] = load_pairs(stretch.keys[b] + at);
 #pragma GCC unroll 4
     for (int b = 0; b < kBlocksOfStretch; ++b) __builtin_prefetch(stretch.next_keys[b] + at, 0, 2);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       const __m512bh q = reinterpret_cast<__m512bh>(spread(rows[r].query + h));
-      score[r][0] = _mm512_dpbf16_ps(score[r][0], q, k0);
-      score[r][1] = _mm512_dpbf16_ps(score[r][1], q, k1);
-      score[r][2] = _mm512_dpbf16_ps(score[r][2], q, k2);
-      score[r][3] = _mm512_dpbf16_ps(score[r][3], q, k3);
+#pragma GCC unroll 4
+      for (int b = 0; b < B; ++b) score[r][b] = _mm512_dpbf16_ps(score[r][b], q, k[b]);
     }
   }
   alignas(64) bf16 weight[R][kStretch];
@@ -125,10 +125,11 @@ void attend_rows(QueryRow* rows, const Stretch& stretch, int head_size, float sc
   for (int r = 0; r < R; ++r) {
     QueryRow& row = rows[r];
     const bool whole = row.begin <= stretch.first && row.end >= stretch.first + kStretch;
-    __mmask16 seen[kBlocksOfStretch];
+    __mmask16 seen[B];
     const __m512 hidden = _mm512_set1_ps(-1e30f);
+    __m512 largest = hidden;
 #pragma GCC unroll 4
-    for (int b = 0; b < kBlocksOfStretch; ++b) {
+    for (int b = 0; b < B; ++b) {
       score[r][b] = _mm512_mul_ps(score[r][b], _mm512_set1_ps(scale));
       seen[b] = 0xffff;
       if (!whole) {
@@ -137,8 +138,8 @@ void attend_rows(QueryRow* rows, const Stretch& stretch, int head_size, float sc
                   _mm512_cmpge_epi32_mask(position, _mm512_set1_epi32(row.begin));
         score[r][b] = _mm512_mask_mov_ps(hidden, seen[b], score[r][b]);
       }
+      largest = _mm512_max_ps(largest, score[r][b]);
     }
-    const __m512 largest = _mm512_max_ps(_mm512_max_ps(score[r][0], score[r][1]), _mm512_max_ps(score[r][2], score[r][3]));
     const float top = std::max(row.top, _mm512_reduce_max_ps(largest));
     if (top > row.top) {
       const __m512 shrink = exp2_16(_mm512_set1_ps(row.top - top));
@@ -147,7 +148,7 @@ void attend_rows(QueryRow* rows, const Stretch& stretch, int head_size, float sc
       for (int h = 0; h < head_size; h += kLanes) store16(row.mixed + h, _mm512_mul_ps(load16(row.mixed + h), shrink));
     }
 #pragma GCC unroll 4
-    for (int b = 0; b < kBlocksOfStretch; ++b) {
+    for (int b = 0; b < B; ++b) {
       __m512 w = exp2_16(_mm512_sub_ps(score[r][b], _mm512_set1_ps(top)));
       if (!whole) w = _mm512_maskz_mov_ps(seen[b], w);
       row.total = _mm512_add_ps(row.total, w);
@@ -156,11 +157,33 @@ void attend_rows(QueryRow* rows, const Stretch& stretch, int head_size, float sc
   }
   for (int h = 0; h < head_size; h += kStretch) {  // at most 64 dimensions at a time
     switch (std::min(kVectors, (head_size - h) / kLanes)) {
-      case 4: mix_values<R, 4>(rows, stretch, head_size, h, weight); break;
-      case 3: mix_values<R, 3>(rows, stretch, head_size, h, weight); break;
-      case 2: mix_values<R, 2>(rows, stretch, head_size, h, weight); break;
-      default: mix_values<R, 1>(rows, stretch, head_size, h, weight);
+      case 4: mix_values<R, 4>(rows, stretch, num_seen, head_size, h, weight); break;
+      case 3: mix_values<R, 3>(rows, stretch, num_seen, head_size, h, weight); break;
+      case 2: mix_values<R, 2>(rows, stretch, num_seen, head_size, h, weight); break;
+      default: mix_values<R, 1>(rows, stretch, num_seen, head_size, h, weight);
     }
+  }
+}
+
+template <int R>
+void attend_blocks(QueryRow* rows, const Stretch& stretch, int num_seen, int head_size, float scale) {
+  switch ((num_seen + kBlock - 1) / kBlock) {
+    case 1: attend_rows<R, 1>(rows, stretch, num_seen, head_size, scale); break;
+    case 2: attend_rows<R, 2>(rows, stretch, num_seen, head_size, scale); break;
+    case 3: attend_rows<R, 3>(rows, stretch, num_seen, head_size, scale); break;
+    default: attend_rows<R, 4>(rows, stretch, num_seen, head_size, scale);
+  }
+}
+
+// Up to four rows in order of their ends; what none of them sees is not computed.
+inline void attend_group(QueryRow* rows, int count, const Stretch& stretch, int head_size, float scale) {
+  const int num_seen = std::min(kStretch, rows[count - 1].end - stretch.first);
+  if (num_seen <= 0 || rows[0].begin >= stretch.first + kStretch) return;
+  switch (count) {
+    case 4: attend_blocks<4>(rows, stretch, num_seen, head_size, scale); break;
+    case 3: attend_blocks<3>(rows, stretch, num_seen, head_size, scale); break;
+    case 2: attend_blocks<2>(rows, stretch, num_seen, head_size, scale); break;
+    default: attend_blocks<1>(rows, stretch, num_seen, head_size, scale);
   }
 }
 

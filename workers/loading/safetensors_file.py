@@ -50,6 +50,12 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     return entries
 
 
+def data_start(path: Path) -> int:
+    """Where the data of a file begins, whose header has been read before."""
+    with path.open("rb") as file:
+        return 8 + int.from_bytes(file.read(8), "little")
+
+
 def _header_bytes(path: Path) -> tuple[bytes, int]:
     try:
         file_size = path.stat().st_size

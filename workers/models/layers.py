@@ -6,6 +6,7 @@ heads, K key-value heads, A = N + 2 K heads of the fused projection, H head size
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
@@ -16,6 +17,7 @@ from torch.nn import functional
 
 from workers.models.config import ModelConfig, RopeConfig
 from workers.models.weights import Place
+from workers.pages import zeros_in_large_pages
 
 ROPE_PAGE = 4096
 """Positions whose rotary table is computed at once. A fixed number, so that the values at a
@@ -33,6 +35,9 @@ class Spent:
     head_s: float = 0.0
 
 
+MIN_MAPPED_BYTES = 1 << 20
+
+
 class Make:
     """Makes uninitialised parameters of one type on one device.
 
@@ -46,6 +51,10 @@ class Make:
         self.spent = Spent()
 
     def __call__(self, *shape: int) -> Tensor:
+        num_bytes = math.prod(shape) * self.dtype.itemsize
+        if self.device.type == "cpu" and num_bytes >= MIN_MAPPED_BYTES:
+            # Given back to the system as soon as it is dropped, when a weight has been packed.
+            return zeros_in_large_pages(shape, self.dtype)
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
 

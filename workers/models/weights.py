@@ -8,17 +8,18 @@ there are never two copies of a model in memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from io import BufferedReader
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from workers.errors import ModelError
-from workers.loading.safetensors_file import TensorEntry, read_header
+from workers.loading.safetensors_file import TensorEntry, data_start, read_header
 
-DTYPES = frozenset({"F32", "F16", "BF16"})
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PIECE_BYTES = 4 << 20
 
 
 class Place(NamedTuple):
@@ -77,19 +78,48 @@ def _check_tensor(path: Path, name: str, entry: TensorEntry, places: Places) -> 
 
 
 def load_weights(files: Sequence[Path], places: Places) -> None:
-    """Fill the places. The files have passed `check_weights`.
+    """Fill the places, piece by piece: beside the model itself a few megabytes are needed. (Files
+    mapped into memory would count as the process's own until they are closed.) The files have
+    passed `check_weights`.
 
     Raises:
         ModelError: a file changed or cannot be read.
     """
     for path in files:
         try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 (the file is no mapping)
-                    if name in places:
-                        places[name].part.copy_(file.get_tensor(name))
-        except (OSError, SafetensorError) as fault:
+            _load_file(path, places)
+        except (OSError, ValueError) as fault:
             raise ModelError(f"{path} cannot be read ({fault}); copy the model again") from fault
+
+
+def _load_file(path: Path, places: Places) -> None:
+    start = data_start(path)
+    with path.open("rb") as file:
+        for name, entry in sorted(read_header(path).items(), key=lambda item: item[1].begin):
+            if name in places:
+                file.seek(start + entry.begin)
+                _load_tensor(file, entry, places[name])
+
+
+def _load_tensor(file: BufferedReader, entry: TensorEntry, place: Place) -> None:
+    """Rows of the first dimension, as many at a time as a piece holds; whole what broadcasts."""
+    num_bytes = entry.end - entry.begin
+    if not num_bytes:
+        return
+    in_pieces = tuple(place.part.shape) == entry.shape and len(entry.shape) > 1
+    num_rows = len(place.part) if in_pieces else 1
+    row_bytes = num_bytes // num_rows
+    rows_a_piece = max(1, PIECE_BYTES // row_bytes)
+    for first in range(0, num_rows, rows_a_piece):
+        count = min(rows_a_piece, num_rows - first)
+        piece = bytearray(count * row_bytes)
+        if file.readinto(piece) != len(piece):
+            raise ValueError("it ended too early")
+        values = torch.frombuffer(piece, dtype=DTYPES[entry.dtype])
+        if in_pieces:
+            place.part[first : first + count].copy_(values.view(count, *entry.shape[1:]))
+        else:
+            place.part.copy_(values.view(entry.shape))
 
 
 def unique_tensors(places: Places) -> list[Tensor]:

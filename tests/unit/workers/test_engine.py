@@ -253,6 +253,19 @@ def test_step_records_add_up(policy: str) -> None:
     assert sum(s.num_finished for s in steps) == samples
 
 
+@pytest.mark.parametrize("max_batch_tokens", [16, 64, 400])
+def test_a_prefix_that_many_begin_with_is_computed_once(policy: str, max_batch_tokens: int) -> None:
+    """All rows arrive at once: who needs what is being computed waits a step and shares it."""
+    backend = FakeBackend()
+    engine = make_engine(policy, backend=backend, num_blocks=400, max_batch_tokens=max_batch_tokens)
+    prefixes = [range(group * 100, group * 100 + 40) for group in (1, 2)]
+    rows = [request(i, [*prefixes[i % 2], 900 + i, 950 + i], max_tokens=3) for i in range(16)]
+    results = list(engine.run(rows))
+    assert sorted(result.num_cached_tokens for result in results) == [0] * 2 + [40] * 14
+    decoded = sum(len(result.completions[0].token_ids) - 1 for result in results)
+    assert backend.num_computed_tokens == 2 * 42 + 14 * 2 + decoded
+
+
 class Lazy:
     """A policy with a bug: it plans nothing."""
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 
 from workers import kernels
-from workers.kernels import attention
+from workers.kernels import attention, decoder
+from workers.models.device import cpu_has
 
 
 def oracle(q, k, v, tables, lengths, window):
@@ -46,6 +49,14 @@ def test_decode_attention_equals_the_oracle(dtype, tolerance, shape, window) -> 
     got = attention.decode_attention(q, k, v, tables, lengths, scale=head_size**-0.5, window=window)
     want = oracle(q, k, v, tables, lengths, window)
     assert (got.double() - want.double()).abs().max() < tolerance
+
+
+def test_the_decoder_is_there_where_processor_and_compiler_are() -> None:
+    """A source that does not compile would only be logged, and every test of it skipped."""
+    features = ("avx512_bf16", "avx512_vnni")
+    if shutil.which("g++") is None or not all(map(cpu_has, features)):
+        pytest.skip("no compiler, or no AVX-512 with BF16 and VNNI")
+    assert decoder.is_available()
 
 
 def test_not_a_number_is_passed_on() -> None:

@@ -78,6 +78,18 @@ def test_results_depend_neither_on_the_batch_nor_on_the_chunks(family, dtype, lo
             assert torch.equal(logits, want[index])
 
 
+def test_neighbours_that_share_a_pair_of_values_are_written_by_one_thread(load) -> None:
+    """Wherever the threads part a chunk: again and again, as a race is not always lost."""
+    backend = load("llama", "bfloat16")
+    for length in range(3, 40):
+        (row,) = make_rows(length, seed=length)
+        want = run(backend, row.segment(0, length))
+        for start in (1, 2):
+            run(backend, row.segment(0, start))
+            for _ in range(4):
+                assert torch.equal(run(backend, row.segment(start, length - start)), want)
+
+
 @pytest.mark.parametrize("family", ["llama", "llama-biased", "qwen3"])
 def test_int8_is_close_to_float32(family, load, tmp_path) -> None:
     (row,) = make_rows(50)

@@ -40,6 +40,6 @@ def test_batches_that_failed_once_are_not_planned_again_at_once() -> None:
         on_execute=lambda batch: sizes.append(batch.num_tokens),
     )
     engine = make_engine(backend=backend, max_batch_tokens=64, num_blocks=400)
-    list(engine.run([request(i, range(1, 60), max_tokens=2) for i in range(20)]))
+    list(engine.run([request(i, range(60 * i, 60 * i + 59), max_tokens=2) for i in range(20)]))
     assert sizes[0] == 64
     assert sum(size > 16 for size in sizes) <= 4  # 64, and its parts 59, 29 and 30
