@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.pages import zeros_in_large_pages
+from workers.mapped import mapped_zeros
 
 
 class LayerKV(NamedTuple):
@@ -78,7 +78,7 @@ class KVPool:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    return zeros_in_large_pages(shape, dtype)
+    return mapped_zeros(shape, dtype)
 
 
 def _gather(pool_BKPH: Tensor, blocks_B: Tensor, begin: int, end: int) -> Tensor:

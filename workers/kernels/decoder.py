@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from workers import kernels
-from workers.pages import zeros_in_large_pages
+from workers.mapped import mapped_zeros
 
 WeightFormat = Literal["bfloat16", "int8"]
 
@@ -149,7 +149,7 @@ def pack(
     rows = np.concatenate([rows, np.full(-len(rows) % PANEL, -1)]).astype(np.int64)
     bias = None if bias_O is None else _permuted(bias_O.float(), rows)
     if weight_format == "bfloat16":
-        packed = zeros_in_large_pages((len(rows) * num_inputs,), torch.bfloat16)
+        packed = mapped_zeros((len(rows) * num_inputs,), torch.bfloat16, large_pages=True)
         library.headrace_pack_bf16(
             address(weight_OI),
             rows.ctypes.data_as(_Address),
@@ -159,7 +159,7 @@ def pack(
         )
         tensors = [packed]
     else:
-        packed = zeros_in_large_pages((len(rows) * num_inputs,), torch.int8)
+        packed = mapped_zeros((len(rows) * num_inputs,), torch.int8, large_pages=True)
         scale = torch.empty(len(rows), dtype=torch.float32)
         num_groups = -(-num_inputs // library.headrace_group_size())
         correction = torch.empty(num_groups * len(rows), dtype=torch.int32)

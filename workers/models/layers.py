@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from workers.mapped import mapped_zeros
 from workers.models.config import ModelConfig, RopeConfig
 from workers.models.weights import Place
-from workers.pages import zeros_in_large_pages
 
 ROPE_PAGE = 4096
 """Positions whose rotary table is computed at once. A fixed number, so that the values at a
@@ -54,7 +54,7 @@ class Make:
         num_bytes = math.prod(shape) * self.dtype.itemsize
         if self.device.type == "cpu" and num_bytes >= MIN_MAPPED_BYTES:
             # Given back to the system as soon as it is dropped, when a weight has been packed.
-            return zeros_in_large_pages(shape, self.dtype)
+            return mapped_zeros(shape, self.dtype)
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
 
