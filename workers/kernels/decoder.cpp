@@ -3,7 +3,7 @@
 // Legend: T tokens of a batch, S sampled rows, D hidden size, I inner size, N query heads, K key-value heads, H head size,
 // A = N + 2 K heads of the fused projection, V vocabulary.
 //
-// The residual stream is float32; what goes into a product is bfloat16, or bytes with one scale a row. One parallel region spans
+// The residual stream is float32; what goes into a product is bfloat16, or bytes with a scale for each group of them. One parallel region spans
 // the batch; in it every operation shares its tasks out among the threads.
 
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && defined(__AVX512BW__)
@@ -118,7 +118,7 @@ struct Desk {
   std::vector<QueryRow> rows;
 };
 
-// A batch on its way through the layers. All but `prepare` runs inside of one parallel region, on every thread of it.
+// A batch on its way through the layers. `run` is called by every thread of one parallel region.
 class Batch {
  public:
   Batch(const HeadraceDecoder& model, const HeadraceStep& step, void* piece, HeadraceTimes& times)
