@@ -19,8 +19,9 @@ import numpy as np
 
 from schedulers.cost import CostFit, StepCost, StepKind, StepSample
 
-VERSION = 1
-"""Of the stored form; another one is not read."""
+VERSION = 2
+"""Of the stored form and of the kernels whose steps were measured (2: the native decoder); another one
+is not read."""
 
 Hardware = Mapping[str, str | int]
 _Size = tuple[int, int, int, bool]

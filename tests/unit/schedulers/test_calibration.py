@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from schedulers.calibration import (
+    VERSION,
     Calibration,
     calibrated,
     calibration_key,
@@ -96,7 +97,7 @@ def damaged(**changes: Any) -> dict[str, Any]:
     [
         ([], "must be an object"),
         ({}, "version is None"),
-        (damaged(version=0), "version is 0; this release reads version 1"),
+        (damaged(version=0), f"version is 0; this release reads version {VERSION}"),
         ({k: v for k, v in damaged().items() if k != "dtype"}, "lacks dtype"),
         (damaged(more=1), "unknown more"),
         (damaged(model=7), "model is 7"),
