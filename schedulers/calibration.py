@@ -20,8 +20,9 @@ import numpy as np
 from schedulers.cost import CostFit, StepCost, StepKind, StepSample
 
 VERSION = 2
-"""Of the stored form and of the kernels whose steps were measured (2: the native decoder); another one
-is not read."""
+"""Of the stored form and of the kernels whose steps were measured (2: the native decoder); another
+one is not read.
+"""
 
 Hardware = Mapping[str, str | int]
 _Size = tuple[int, int, int, bool]
