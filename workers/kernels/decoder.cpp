@@ -75,8 +75,10 @@ class Stopwatch {
   Clock::time_point last_ = Clock::now();
 };
 
-struct Unit {  // of attention: some queries of a segment, and one key-value head
-  int32_t segment, first_query, num_queries, kv_head;
+// Of attention: some queries of a segment, or single tokens of several segments, and one key-value head. Of the latter
+// the first `num_shared` positions lie in the same blocks.
+struct Unit {
+  int32_t first_member, num_members, first_query, num_queries, kv_head, num_shared;
 };
 
 // Scratch memory of a batch, cut from one piece. Without a piece it only counts.
@@ -148,27 +150,45 @@ class Batch {
  private:
   int num_heads() const { return model_.num_heads + 2 * model_.num_kv_heads; }
 
-  // Tiles of chunks first, as they take longest; single tokens that begin with the same block stand together, head by head,
-  // so that a shared prefix is read from memory once.
+  // Tiles of chunks first, as they take longest. Single tokens whose segments begin with the same blocks are computed together over
+  // these, so that a shared prefix is read once for all of them.
   void plan_attention() {
     std::vector<int32_t> singles;
     for (int g = 0; g < step_.num_segments; ++g) {
       const int count = step_.begins[g + 1] - step_.begins[g];
-      if (count == 1) {
-        singles.push_back(g);
-        continue;
-      }
-      for (int kv_head = 0; kv_head < model_.num_kv_heads; ++kv_head)
-        for (int first = 0; first < count; first += kTileQueries)
-          units_.push_back({g, first, std::min(kTileQueries, count - first), kv_head});
+      if (count == 1) singles.push_back(g);
+      else
+        for (int first = 0; first < count; first += kTileQueries) add_units({&g, &g + 1}, first, std::min(kTileQueries, count - first), 0);
     }
-    auto first_block = [&](int32_t g) { return step_.tables[static_cast<int64_t>(g) * step_.max_blocks]; };
-    std::stable_sort(singles.begin(), singles.end(), [&](int32_t a, int32_t b) { return first_block(a) < first_block(b); });
+    std::stable_sort(singles.begin(), singles.end(), [&](int32_t a, int32_t b) {
+      return std::lexicographical_compare(table(a), table(a) + num_full(a), table(b), table(b) + num_full(b));
+    });
     for (size_t begin = 0, end; begin < singles.size(); begin = end) {
-      for (end = begin + 1; end < singles.size() && first_block(singles[end]) == first_block(singles[begin]);) ++end;
-      for (int kv_head = 0; kv_head < model_.num_kv_heads; ++kv_head)
-        for (size_t at = begin; at < end; ++at) units_.push_back({singles[at], 0, 1, kv_head});
+      int num_shared = num_written(singles[begin]) - 1;
+      for (end = begin + 1; end < singles.size() && end < begin + kTileMembers; ++end) {
+        const int common = num_common(singles[begin], singles[end]);
+        if (common < kStretch) break;
+        num_shared = std::min(num_shared, common);
+      }
+      add_units({singles.begin() + begin, singles.begin() + end}, 0, 1, end > begin + 1 ? num_shared / kStretch * kStretch : 0);
     }
+  }
+
+  void add_units(const std::vector<int32_t>& segments, int first_query, int num_queries, int num_shared) {
+    const int first_member = members_.size(), num_members = segments.size();
+    members_.insert(members_.end(), segments.begin(), segments.end());
+    for (int kv_head = 0; kv_head < model_.num_kv_heads; ++kv_head)
+      units_.push_back({first_member, num_members, first_query, num_queries, kv_head, num_shared});
+  }
+
+  const int32_t* table(int segment) const { return step_.tables + static_cast<int64_t>(segment) * step_.max_blocks; }
+
+  // Blocks of a segment that lie before its last position: others may have the same.
+  int num_full(int segment) const { return (num_written(segment) - 1) / kBlock; }
+
+  // Positions that two segments have in the same blocks.
+  int num_common(int a, int b) const {
+    return (std::mismatch(table(a), table(a) + std::min(num_full(a), num_full(b)), table(b)).first - table(a)) * kBlock;
   }
 
   void embed() {
@@ -239,7 +259,7 @@ class Batch {
     static thread_local Desk desk;
     const int num_units = static_cast<int>(units_.size());
     const int groups = model_.num_heads / model_.num_kv_heads;
-    desk.rows.resize(static_cast<size_t>(kTileQueries) * groups);
+    desk.rows.resize(static_cast<size_t>(std::max(kTileQueries, kTileMembers)) * groups);
     desk.mixed.resize(desk.rows.size() * model_.head_size);
 #pragma omp for schedule(dynamic, 2)
     for (int index = 0; index < num_units; ++index)
@@ -247,50 +267,68 @@ class Batch {
   }
 
   void attend_unit(const HeadraceLayer& layer, const Unit& unit, const Unit* next, Desk& desk) {
+    const int groups = model_.num_heads / model_.num_kv_heads, rows_per_member = unit.num_queries * groups;
+    const int num_rows = unit.num_members * rows_per_member;
+    std::fill(desk.mixed.begin(), desk.mixed.begin() + static_cast<int64_t>(num_rows) * model_.head_size, 0.0f);
+    for (int r = 0; r < num_rows; ++r) desk.rows[r] = query_row(layer, unit, r, desk);
+    const int num_shared = layer.window ? 0 : unit.num_shared;
+    attend_stretches(layer, unit, 0, &desk.rows[0], num_rows, 0, num_shared, nullptr);
+    for (int member = 0; member < unit.num_members; ++member) {
+      QueryRow* rows = &desk.rows[member * rows_per_member];
+      const int begin = std::max(num_shared, rows[0].begin / kStretch * kStretch);
+      attend_stretches(layer, unit, member, rows, rows_per_member, begin, rows[rows_per_member - 1].end, member + 1 == unit.num_members ? next : nullptr);
+    }
+    for (int r = 0; r < num_rows; ++r) finish_row(desk.rows[r]);
+  }
+
+  QueryRow query_row(const HeadraceLayer& layer, const Unit& unit, int r, Desk& desk) const {
     const int size = model_.head_size, groups = model_.num_heads / model_.num_kv_heads;
-    const int num_rows = unit.num_queries * groups;
-    const int first_position = step_.starts[unit.segment] + unit.first_query;
-    std::fill(desk.mixed.begin(), desk.mixed.begin() + static_cast<int64_t>(num_rows) * size, 0.0f);
-    for (int r = 0; r < num_rows; ++r) {
-      const int query = r / groups, head = unit.kv_head * groups + r % groups, end = first_position + query + 1;
-      const int64_t row = step_.begins[unit.segment] + unit.first_query + query;
-      desk.rows[r] = {scratch_.queries + (row * model_.num_heads + head) * size,
-                      desk.mixed.data() + static_cast<int64_t>(r) * size,
-                      layer.window ? std::max(0, end - layer.window) : 0,
-                      end,
-                      -1e30f,
-                      _mm512_setzero_ps()};
-    }
-    const float scale = 1.44269504088896341f / std::sqrt(static_cast<float>(size));
-    const int end = first_position + unit.num_queries;
-    for (int first = desk.rows[0].begin / kStretch * kStretch; first < end; first += kStretch) {
-      Stretch stretch = find_stretch(layer, unit, first);
-      if (first + kStretch < end) fetch_next(layer, unit, first + kStretch, stretch);
-      else if (next) fetch_next(layer, *next, first_stretch(layer, *next), stretch);
-      for (int r = 0; r < num_rows; r += kQueryRows) attend_group(&desk.rows[r], std::min(kQueryRows, num_rows - r), stretch, size, scale);
-    }
-    for (int r = 0; r < num_rows; ++r) {
-      const QueryRow& row = desk.rows[r];
-      const __m512 inverse = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(row.total));
-      bf16* out = scratch_.attended + (row.query - scratch_.queries);
-      for (int h = 0; h < size; h += kLanes) store16(out + h, _mm512_mul_ps(load16(row.mixed + h), inverse));
+    const int segment = members_[unit.first_member + r / (unit.num_queries * groups)];
+    const int query = unit.first_query + r / groups % unit.num_queries, head = unit.kv_head * groups + r % groups;
+    const int end = step_.starts[segment] + query + 1;
+    const int64_t row = step_.begins[segment] + query;
+    return {scratch_.queries + (row * model_.num_heads + head) * size,
+            desk.mixed.data() + static_cast<int64_t>(r) * size,
+            layer.window ? std::max(0, end - layer.window) : 0,
+            end,
+            -1e30f,
+            _mm512_setzero_ps()};
+  }
+
+  // Rows over positions [begin, end) of a member's blocks.
+  void attend_stretches(const HeadraceLayer& layer, const Unit& unit, int member, QueryRow* rows, int num_rows, int begin, int end,
+                        const Unit* next) {
+    const float scale = 1.44269504088896341f / std::sqrt(static_cast<float>(model_.head_size));
+    for (int first = begin; first < end; first += kStretch) {
+      Stretch stretch = find_stretch(layer, unit, member, first);
+      if (first + kStretch < end) fetch_next(find_stretch(layer, unit, member, first + kStretch), stretch);
+      else if (member + 1 < unit.num_members) fetch_next(find_stretch(layer, unit, member + 1, unit.num_shared), stretch);
+      else if (next) fetch_next(find_stretch(layer, *next, 0, first_stretch(layer, *next)), stretch);
+      for (int r = 0; r < num_rows; r += kQueryRows)
+        attend_group(rows + r, std::min(kQueryRows, num_rows - r), stretch, model_.head_size, scale);
     }
   }
 
+  void finish_row(const QueryRow& row) {
+    const __m512 inverse = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(row.total));
+    bf16* out = scratch_.attended + (row.query - scratch_.queries);
+    for (int h = 0; h < model_.head_size; h += kLanes) store16(out + h, _mm512_mul_ps(load16(row.mixed + h), inverse));
+  }
+
   int first_stretch(const HeadraceLayer& layer, const Unit& unit) const {
-    const int end = step_.starts[unit.segment] + unit.first_query + 1;
+    const int end = step_.starts[members_[unit.first_member]] + unit.first_query + 1;
     return (layer.window ? std::max(0, end - layer.window) : 0) / kStretch * kStretch;
   }
 
   // Positions of a segment that have been written in this step at the latest.
   int num_written(int segment) const { return step_.starts[segment] + step_.begins[segment + 1] - step_.begins[segment]; }
 
-  Stretch find_stretch(const HeadraceLayer& layer, const Unit& unit, int first) const {
+  Stretch find_stretch(const HeadraceLayer& layer, const Unit& unit, int member, int first) const {
     Stretch stretch;
-    const int written = num_written(unit.segment), last_block = (written - 1) / kBlock;
-    const int32_t* table = step_.tables + static_cast<int64_t>(unit.segment) * step_.max_blocks;
+    const int segment = members_[unit.first_member + member];
+    const int written = num_written(segment), last_block = (written - 1) / kBlock;
     for (int b = 0; b < kVectors; ++b) {
-      const int block = table[std::min(first / kBlock + b, last_block)];
+      const int block = table(segment)[std::min(first / kBlock + b, last_block)];
       stretch.keys[b] = stretch.next_keys[b] = layer.pool + head_offset(block, model_.num_blocks, unit.kv_head, model_.head_size);
       stretch.values[b] = stretch.next_values[b] = stretch.keys[b] + kBlock * model_.head_size;
     }
@@ -299,8 +337,7 @@ class Batch {
     return stretch;
   }
 
-  void fetch_next(const HeadraceLayer& layer, const Unit& unit, int first, Stretch& stretch) const {
-    const Stretch next = find_stretch(layer, unit, first);
+  static void fetch_next(const Stretch& next, Stretch& stretch) {
     std::copy(next.keys, next.keys + kVectors, stretch.next_keys);
     std::copy(next.values, next.values + kVectors, stretch.next_values);
   }
@@ -351,6 +388,7 @@ class Batch {
   HeadraceTimes& times_;
   Scratch scratch_;
   std::vector<Unit> units_;
+  std::vector<int32_t> members_;  // segments of the units
 };
 
 // The output projection over rows of the residual stream.

@@ -20,6 +20,7 @@ constexpr int kStretch = kVectors * kBlock;  // 64 positions of one turn of the 
 constexpr int kBlocksOfStretch = kVectors;
 constexpr int kQueryRows = 4;  // rows (query, head) that are computed together
 constexpr int kTileQueries = 16;
+constexpr int kTileMembers = 8;  // single tokens that are computed together over a prefix that they share
 constexpr int kMaxHeadSize = 256;
 
 // Where one head of a block begins, in values: first its keys, then its values. Blocks that follow each other lie side by

@@ -78,6 +78,25 @@ def test_results_depend_neither_on_the_batch_nor_on_the_chunks(family, dtype, lo
             assert torch.equal(logits, want[index])
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2-sliding"])
+def test_rows_over_shared_blocks_are_computed_as_if_alone(family, load) -> None:
+    """Single tokens behind prefixes that they share to different depths, some down to nothing."""
+    backend = load(family, "bfloat16")
+    shared = (128, 128, 112, 96, 64, 64, 48, 16, 0, 64, 64, 80, 64)
+    lengths = list(range(130, 143))
+    rows = make_rows(*lengths)
+    first, *others = rows
+    for row, num_shared in zip(others, shared[1:], strict=True):
+        row.token_ids[:num_shared] = first.token_ids[:num_shared]
+        row.block_table[: num_shared // 16] = first.block_table[: num_shared // 16]
+    for row, length in zip(rows, lengths, strict=True):
+        run(backend, row.segment(0, length - 1))
+    last = [row.segment(length - 1, 1) for row, length in zip(rows, lengths, strict=True)]
+    alone = torch.cat([run(backend, segment) for segment in last])
+    for order in (range(13), range(12, -1, -1)):
+        assert torch.equal(run(backend, *(last[i] for i in order)), alone[list(order)])
+
+
 def test_neighbours_that_share_a_pair_of_values_are_written_by_one_thread(load) -> None:
     """Wherever the threads part a chunk: again and again, as a race is not always lost."""
     backend = load("llama", "bfloat16")
