@@ -32,7 +32,8 @@ class SeenTokens:
     def update(self, token_ids: Sequence[int]) -> None:
         """Take the ids that follow the known ones."""
         for token_id in islice(token_ids, self._num_tokens, None):
-            self._counts[self._slot(token_id)] += 1
+            slot = self._slot(token_id)  # before the counts are looked at: it may move them
+            self._counts[slot] += 1
         self._num_tokens = len(token_ids)
 
     @property

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,7 @@ from schedulers.view import SeqId
 from workers.request import Request, RequestId, Sampled, SamplingParams
 from workers.sampling import BatchSampler, filters
 from workers.sampling.logits import DenseLogits
+from workers.sampling.seen import SeenTokens
 from workers.sampling.streams import stream_key, uniforms
 from workers.sequence import Sequence
 
@@ -505,3 +508,18 @@ def test_the_kept_tokens_are_those_of_transformers(params: dict[str, Any]) -> No
     seqs = [make_seq(i, prompt=prompt, **params) for i in range(300)]
     drawn = {item.token_id for item in sample(np.tile(logits, (300, 1)), *seqs)}
     assert drawn <= set(np.flatnonzero(probs).tolist())
+
+
+@pytest.mark.parametrize("num_prompt", [0, 63, 64, 127])
+def test_seen_tokens_are_counted_however_many_there_are(num_prompt: int) -> None:
+    """One after another, past every size at which their arrays are made larger."""
+    rng = random.Random(num_prompt)
+    token_ids = [rng.randrange(400) for _ in range(num_prompt)]
+    seen = SeenTokens(token_ids)
+    for _ in range(300):
+        token_ids.append(rng.randrange(400))
+        seen.update(token_ids)
+        counted = Counter(token_ids[num_prompt:])
+        assert dict(zip(seen.ids.tolist(), seen.counts.tolist(), strict=True)) == {
+            token_id: counted[token_id] for token_id in dict.fromkeys(token_ids)
+        }
