@@ -1,8 +1,8 @@
-"""From results to committed rows: the only thread of a run that writes.
+"""From result rows to committed shards: the only thread of a run that writes.
 
-It detokenises, hands result rows to the shard writers, checkpoints every few seconds, commits a
-shard when its last row has come, and keeps the telemetry. So nothing of this is on the engine's
-path, and every table on disk has one writer.
+It hands result rows to the shard writers, checkpoints every few seconds, commits a shard when its
+last row has come, and keeps the telemetry. So nothing of this is on an engine's path, and every
+table on disk has one writer.
 """
 
 from __future__ import annotations
@@ -12,29 +12,49 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
-from flows.feeder import Settled
+from flows.busy import Work
+from flows.fleet.messages import Rows, Steps
 from flows.journal import Journal
 from flows.progress import Progress
 from flows.queues import Outbox, RowRef
 from storage.results import ResultRow
 from storage.shards import Shard
 from storage.writer import ShardSummary, ShardWriter
-from workers.request import EventRecord, Result, StepRecord
-
-
-class Answered(NamedTuple):
-    """A row that came back from the engine."""
-
-    ref: RowRef
-    result: Result
-
+from workers.request import StepRecord
 
 MAX_BUFFERED_ROWS = 2000
 """Rows of a shard that wait in memory for a checkpoint, however fast they come."""
 
-Item = Answered | Settled | StepRecord | EventRecord
+
+@dataclass(frozen=True, slots=True)
+class FromWorker:
+    """What a worker has said, on its way to the files.
+
+    Attributes:
+        worker: its name; "" where there is only one.
+        event: rows or steps, or what its threads have worked on.
+    """
+
+    worker: str
+    event: Rows | Steps | tuple[Work, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A row of a telemetry table of the run's own.
+
+    Attributes:
+        table: its name.
+        values: by column.
+    """
+
+    table: str
+    values: dict[str, Any]
+
+
+Item = FromWorker | Note
 """What travels to the collector."""
 
 
@@ -51,8 +71,7 @@ class Collector:
     """Settles rows, checkpoints and commits. `run` is the body of a thread.
 
     Args:
-        outbox: what the feeder and the engine send.
-        to_rows: answered and settled rows to result rows, a batch at a time.
+        outbox: what the coordinator sends.
         checkpoint_s: seconds between checkpoints.
         clock: seconds, monotonic.
         journal: the output.
@@ -63,14 +82,12 @@ class Collector:
         self,
         *,
         outbox: Outbox[Item],
-        to_rows: Callable[[Sequence[Answered | Settled]], list[tuple[RowRef, ResultRow]]],
         checkpoint_s: float,
         clock: Callable[[], float],
         journal: Journal,
         progress: Progress,
     ) -> None:
         self._outbox = outbox
-        self._to_rows = to_rows
         self._checkpoint_s = checkpoint_s
         self._clock = clock
         self._journal = journal
@@ -82,7 +99,7 @@ class Collector:
         self._finishing = False
 
     def open(self, shard: OpenShard) -> None:
-        """Expect rows of a shard. Called before the feeder is told of it; from any thread."""
+        """Expect rows of a shard. Called before any worker is told of it; from any thread."""
         with self._lock:
             self._opened.append(shard)
 
@@ -119,21 +136,28 @@ class Collector:
                 self._commit_if_complete(shard)  # all its rows may be in parts already
 
     def _collect(self, items: Sequence[Item]) -> None:
-        rows: list[Answered | Settled] = []
+        rows: list[tuple[RowRef, ResultRow]] = []
         with self._meter("telemetry"):
             for item in items:
-                if isinstance(item, StepRecord):
-                    self._journal.add_step(item)
-                    self._progress.add_step(item)
-                elif isinstance(item, EventRecord):
-                    self._journal.add_event(item)
+                if isinstance(item, Note):
+                    self._journal.add_note(item.table, item.values)
+                elif isinstance(item.event, Rows):
+                    rows.extend(item.event.rows)
+                elif isinstance(item.event, Steps):
+                    self._add_steps(item.worker, item.event)
                 else:
-                    rows.append(item)
+                    self._journal.set_works(item.worker, item.event)
         if rows:
-            with self._meter("detokenising"):
-                made = self._to_rows(rows)
             with self._meter("writing results"):
-                self._settle(made)
+                self._settle(rows)
+
+    def _add_steps(self, worker: str, steps: Steps) -> None:
+        for record in steps.records:
+            if isinstance(record, StepRecord):
+                self._journal.add_step(record, worker)
+                self._progress.add_step(record, worker)
+            else:
+                self._journal.add_event(record, worker)
 
     def _settle(self, rows: list[tuple[RowRef, ResultRow]]) -> None:
         touched: dict[int, OpenShard] = {}

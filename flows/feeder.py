@@ -6,17 +6,18 @@ million rows never lie in memory. A row that cannot become a request is settled 
 
 from __future__ import annotations
 
-import queue
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 from flows.busy import Meter
 from flows.errors import JobFailed
+from flows.fleet.messages import Assign
 from flows.prompts import PromptRenderer, Rendered
 from flows.queues import Outbox, RequestQueue, RowRef, Stopped
 from storage.rows import Row
-from storage.shards import Shard
 from workers.request import Grammar, Request, RequestId, RowError, SamplingParams
 
 OnTooLong = Literal["error", "truncate_left", "truncate_right", "fail"]
@@ -64,10 +65,10 @@ class PromptLimits:
 
 
 class Feeder:
-    """Turns shards into requests. `run` is the body of a thread.
+    """Turns rows of shards into requests. `run` is the body of a thread.
 
     Args:
-        read: the rows of a shard that are not done yet, in batches.
+        read: rows of a shard, in batches.
         renderer: row values to text (the chat template applied) or an error.
         encoder: text to token ids.
         limits: what to do about long prompts.
@@ -82,7 +83,7 @@ class Feeder:
     def __init__(
         self,
         *,
-        read: Callable[[Shard], Iterator[list[Row]]],
+        read: Callable[[Assign], Iterator[list[Row]]],
         renderer: PromptRenderer,
         encoder: Encoder,
         limits: PromptLimits,
@@ -103,27 +104,55 @@ class Feeder:
         self._outbox = outbox
         self._in_flight = in_flight
         self._grammar = grammar
-        self._shards: queue.SimpleQueue[Shard | None] = queue.SimpleQueue()
+        self._unread: deque[Assign] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
 
-    def submit(self, shard: Shard) -> None:
-        """Queue a shard behind the earlier ones."""
-        self._shards.put(shard)
+    def submit(self, part: Assign) -> None:
+        """Queue rows behind the earlier ones."""
+        with self._changed:
+            self._unread.append(part)
+            self._changed.notify_all()
+
+    def take_back(self, max_rows: int) -> list[Assign]:
+        """Rows, of the last that were submitted, that nobody has begun to read: they are not this
+        feeder's any more.
+        """
+        taken: list[Assign] = []
+        with self._changed:
+            while self._unread and max_rows > 0:
+                part = self._unread.pop()
+                kept = max(0, part.num_rows - max_rows)
+                if kept:
+                    self._unread.append(part._replace(ordinals=part.ordinals[:kept]))
+                taken.append(part._replace(ordinals=part.ordinals[kept:]))
+                max_rows -= part.num_rows - kept
+        return taken
 
     def close(self) -> None:
-        """No shard will follow."""
-        self._shards.put(None)
+        """Nothing will follow."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
     def run(self) -> None:
-        """Feed every submitted shard, in order, until `close`; ends early when the run stops."""
+        """Feed all rows that were submitted, in order, until `close`; ends early when the run
+        stops.
+        """
         try:
-            while (shard := self._shards.get()) is not None:
-                batches = self._read(shard)
+            while (part := self._take()) is not None:
+                batches = self._read(part)
                 while (rows := self._next(batches)) is not None:
-                    self._feed(shard.index, rows)
+                    self._feed(part.shard.index, rows)
         except Stopped:
             return
         finally:
             self._requests.close()
+
+    def _take(self) -> Assign | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._unread or self._closed)
+            return self._unread.popleft() if self._unread else None
 
     def _next(self, batches: Iterator[list[Row]]) -> list[Row] | None:
         with self._meter("reading"):

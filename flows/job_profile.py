@@ -50,14 +50,16 @@ COMPUTE = ("products_s", "attention_s", "head_s", "device_s")
 _COUNTS = """
     SELECT count(*), count(DISTINCT run_id) FILTER (products_s IS NOT NULL),
         count(*) FILTER (products_s IS NULL)
-    FROM steps WHERE $run IS NULL OR run_id = $run
+    FROM steps WHERE $run IS NULL OR starts_with(run_id, $run)
 """
+_LAST_RUN = r"SELECT regexp_replace(max(run_id), '-worker-\d+$', '') FROM steps"
+"""Workers have run ids of their own, which begin with the run's."""
 _MODEL = "layout_s + products_s + attention_s + rows_s + head_s + sampling_s + device_s"
 _CELLS = f"""
     WITH ends AS (
         SELECT *, started_s - lag(started_s + elapsed_s + schedule_s)
             OVER (PARTITION BY run_id ORDER BY step) AS gap_s
-        FROM steps WHERE products_s IS NOT NULL AND ($run IS NULL OR run_id = $run)
+        FROM steps WHERE products_s IS NOT NULL AND ($run IS NULL OR starts_with(run_id, $run))
     ), apart AS (
         SELECT * EXCLUDE (intake_s),
             {STEP_KIND} AS kind,
@@ -81,7 +83,7 @@ its start.
 _THREADS = """
     WITH latest AS (
         SELECT run_id, thread, work, max(cpu_s) AS cpu_s, max(elapsed_s) AS elapsed_s
-        FROM threads WHERE $run IS NULL OR run_id = $run GROUP BY ALL
+        FROM threads WHERE $run IS NULL OR starts_with(run_id, $run) GROUP BY ALL
     )
     SELECT thread, work, sum(cpu_s), sum(elapsed_s) FROM latest GROUP BY thread, work
     HAVING sum(elapsed_s) > 0 ORDER BY thread, sum(elapsed_s) DESC
@@ -197,7 +199,7 @@ def profile_of(con: duckdb.DuckDBPyConnection, *, last_run: bool = False) -> Job
     """
     values: dict[str, str | None] = {"run": None}
     if last_run:
-        ((values["run"],),) = con.execute("SELECT max(run_id) FROM steps").fetchall()
+        ((values["run"],),) = con.execute(_LAST_RUN).fetchall()
     ((num_steps, num_runs, num_untimed),) = con.execute(_COUNTS, values).fetchall()
     if not num_steps:
         return None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from typing import Any
 
-from flows.busy import BusyTimes
+from flows.busy import BusyTimes, Work
 from flows.estimate import estimate_cost
 from flows.model import Model
 from flows.prepare import PreparedJob
@@ -58,6 +59,7 @@ class Journal:
         self._open_counts: Counter[str] = Counter()
         self.warnings: list[str] = []
         self.memory: MemoryPlan | None = None
+        self._works: dict[str, Sequence[Work]] = {}
         self._num_steps = 0
         self._num_short_steps = 0
         self._started_s = clock()
@@ -153,17 +155,33 @@ class Journal:
 
     # -- what happens --
 
-    def add_step(self, step: StepRecord) -> None:
+    def add_step(self, step: StepRecord, worker: str = "") -> None:
+        """An engine step; of a worker with a name, under a run id of its own."""
         if not self._num_steps:
             self._busy.mark("engine and first rows", step.started_s)
-        self._steps_end_s = step.started_s + step.elapsed_s + step.schedule_s
-        self._tables["steps"].add(step.row())
+        self._steps_end_s = max(
+            self._steps_end_s, step.started_s + step.elapsed_s + step.schedule_s
+        )
+        self._tables["steps"].add(step.row() | self._run_id_of(worker))
         self._num_steps += 1
         self._num_short_steps += step.num_suspended > 0
 
-    def add_event(self, event: EventRecord) -> None:
+    def _run_id_of(self, worker: str) -> dict[str, str]:
+        """What tells the records of several engines apart: each counts its own steps."""
+        return {"run_id": f"{self.run_id}-{worker}"} if worker else {}
+
+    def add_note(self, table: str, values: Mapping[str, Any]) -> None:
+        """A row of a table that is the run's own."""
+        self._tables[table].add(values)
+
+    def set_works(self, worker: str, works: Sequence[Work]) -> None:
+        """What the threads of a worker have done since it began."""
+        self._works[worker] = works
+
+    def add_event(self, event: EventRecord, worker: str = "") -> None:
         """A decision of the policy; a memory plan is completed with the bytes behind it."""
         row = {"step": event.step, "at_s": event.at_s, **event_row(event.event)}
+        row |= self._run_id_of(worker)
         if isinstance(event.event, MemorySizing):
             plan = self.memory._asdict() if self.memory is not None else {}
             row |= {name: plan.get(name) for name in MEMORY_BYTES}
@@ -197,10 +215,16 @@ class Journal:
         if force:
             self._flush_due_s = self._clock() + FLUSH_S
             if self._num_steps:
-                for work in self._busy.works():
-                    self._tables["threads"].add({"at_s": self._clock(), **work._asdict()})
+                self._add_works("", list(self._busy.works()))
+                for worker, works in self._works.items():
+                    self._add_works(worker, works)
         for table in self._tables.values():
             table.flush(force=force)
+
+    def _add_works(self, worker: str, works: Sequence[Work]) -> None:
+        for work in works:
+            row = {"at_s": self._clock(), **work._asdict(), **self._run_id_of(worker)}
+            self._tables["threads"].add(row)
 
     def _update_catalogue(self) -> None:
         if self._catalogue is None:

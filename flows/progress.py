@@ -136,8 +136,8 @@ class _Counts:
     completion_tokens: int = 0
     generated_tokens: int = 0
     prefill_tokens: int = 0
-    in_flight: int = 0
-    waiting: int = 0
+    in_flight: dict[str, int] = field(default_factory=dict[str, int])
+    waiting: dict[str, int] = field(default_factory=dict[str, int])
     finished_s: float | None = None
     rows_started_s: float | None = None
 
@@ -210,15 +210,15 @@ class Progress:
                 counts.finished_s = self._clock()
                 self._stall_said_s = None
 
-    def add_step(self, step: StepLike) -> None:
-        """An engine step that was executed."""
+    def add_step(self, step: StepLike, worker: str = "") -> None:
+        """A step that a worker's engine has executed."""
         with self._lock:
             counts = self._counts
             counts.phase = step.phase
             counts.generated_tokens += step.num_decode_tokens
             counts.prefill_tokens += step.num_prefill_tokens
-            counts.in_flight = step.num_running
-            counts.waiting = step.num_waiting
+            counts.in_flight[worker] = step.num_running
+            counts.waiting[worker] = step.num_waiting
 
     def snapshot(self) -> Snapshot:
         """Where the run stands now."""
@@ -277,8 +277,8 @@ class Progress:
             by_status=dict(counts.by_status),
             prompt_tokens=counts.prompt_tokens,
             completion_tokens=counts.completion_tokens,
-            in_flight=counts.in_flight,
-            waiting=counts.waiting,
+            in_flight=sum(counts.in_flight.values()),
+            waiting=sum(counts.waiting.values()),
             rows_per_s=rates.rows,
             tokens_per_s=rates.tokens,
             prefill_tokens_per_s=rates.prefill_tokens,

@@ -1,6 +1,6 @@
 r"""The bounded queues between the threads of a run, and what travels on them.
 
-    feeder --Request--> RequestQueue --> engine --Result--> Outbox --> collector
+    feeder --Request--> RequestQueue --> engine --Result--> Outbox --> outlet
        \------------------ Settled (rows that need no engine) ---------^
 
 Every wait ends when the run stops.
@@ -34,6 +34,10 @@ class Stopped(Exception):
     """The run is ending: whoever waits on a queue should leave."""
 
 
+RowKey = tuple[int, int]
+"""Shard index and ordinal: a row, without its name."""
+
+
 class RequestQueue:
     """A bounded queue of requests: the feeder's end is `put`, the engine's the `RequestSource`
     protocol.
@@ -48,6 +52,7 @@ class RequestQueue:
         self._changed = threading.Condition()
         self._closed = False
         self._stopped = False
+        self._woken = False
 
     def put(self, requests: Sequence[Request]) -> None:
         """Add requests in order; waits for room.
@@ -81,10 +86,31 @@ class RequestQueue:
             self._ready.clear()
             self._changed.notify_all()
 
+    def put_first(self, requests: Sequence[Request]) -> None:
+        """Add requests before all others, however many are ready."""
+        with self._changed:
+            if not self._stopped:
+                self._ready.extendleft(reversed(requests))
+                self._changed.notify_all()
+
+    def take_back(self, max_requests: int) -> list[Request]:
+        """Take the last ones out again."""
+        with self._changed:
+            taken = [self._ready.pop() for _ in range(min(max_requests, len(self._ready)))]
+            self._changed.notify_all()
+            return taken[::-1]
+
+    def wake(self) -> None:
+        """Let a waiting `take` return, with nothing if there is nothing."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
+
     def take(self, max_requests: int, *, wait: bool) -> list[Request]:
         with self._changed:
             if wait:
-                self._changed.wait_for(lambda: self._ready or self._closed)
+                self._changed.wait_for(lambda: self._ready or self._closed or self._woken)
+            self._woken = False
             taken = [self._ready.popleft() for _ in range(min(max_requests, len(self._ready)))]
             if taken:
                 self._changed.notify_all()
@@ -113,6 +139,7 @@ class Outbox(Generic[T]):
         self._changed = threading.Condition()
         self._clock = clock
         self._stopped = False
+        self._woken = False
 
     def put(self, items: Sequence[T]) -> None:
         """Add items; waits for room.
@@ -128,13 +155,20 @@ class Outbox(Generic[T]):
             self._changed.notify_all()
 
     def take(self, *, timeout_s: float) -> list[T]:
-        """All that is queued; waits for something for at most `timeout_s`."""
+        """All that is queued; waits for something, or for `wake`, for at most `timeout_s`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._items, timeout=max(0.0, timeout_s))
+            self._changed.wait_for(lambda: self._items or self._woken, timeout=max(0.0, timeout_s))
+            self._woken = False
             taken = list(self._items)
             self._items.clear()
             self._changed.notify_all()
             return taken
+
+    def wake(self) -> None:
+        """Let a waiting `take` return."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
 
     def stop(self) -> None:
         """Let writers go."""

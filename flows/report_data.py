@@ -37,13 +37,20 @@ _RUNS = """
         SELECT run_id, coalesce(min(at_s) FILTER (is_step), min(at_s)) AS origin_s,
             max(end_s) AS end_s
         FROM seen GROUP BY run_id
+    ), whole AS (
+        SELECT regexp_replace(run_id, '-worker-\\d+$', '') AS run, min(origin_s) AS origin_s,
+            max(end_s) - min(origin_s) AS duration_s
+        FROM spans GROUP BY run
+    ), placed AS (
+        SELECT *, sum(duration_s) OVER (ORDER BY run) - duration_s AS offset_s FROM whole
     )
-    SELECT run_id, origin_s, end_s - origin_s AS duration_s,
-        row_number() OVER (ORDER BY run_id) AS number,
-        sum(end_s - origin_s) OVER (ORDER BY run_id) - (end_s - origin_s) AS offset_s
-    FROM spans
+    SELECT run_id, placed.origin_s, spans.end_s - placed.origin_s AS duration_s,
+        row_number() OVER (ORDER BY run_id) AS number, offset_s
+    FROM spans JOIN placed ON placed.run = regexp_replace(run_id, '-worker-\\d+$', '')
 """
-"""Run ids begin with the time at which a run began, so their order is the runs' order."""
+"""Run ids begin with the time at which a run began, so their order is the runs' order. The
+workers of a run, each under an id of its own, lie side by side.
+"""
 
 _TIMELINE = """
     CREATE TEMP TABLE timeline AS

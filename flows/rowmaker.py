@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from flows.collector import Answered
 from flows.feeder import Settled
 from flows.queues import RowRef
 from storage.results import ResultRow
 from workers.request import Completion, Result, Sampled
+
+
+class Answered(NamedTuple):
+    """A row that came back from the engine."""
+
+    ref: RowRef
+    result: Result
 
 
 class Decoder(Protocol):

@@ -1,49 +1,51 @@
 """Runs a job: the threads of a run, from start to summary.
 
-    main       loads, submits shards, waits, shows progress, takes signals
-    feeder     reads rows, renders prompts, tokenises ahead         (`feeder.py`)
-    engine     plan, apply, execute, resume                         (`workers.engine`)
-    collector  detokenises, checkpoints, commits, keeps telemetry   (`collector.py`)
+    main         loads, submits shards, waits, shows progress, takes signals
+    coordinator  gives rows to workers, and survives their deaths      (`fleet.coordinator`)
+    worker       feeder, engine and outlet: in threads of this process, or in processes of their own
+                                                                       (`fleet.worker`)
+    collector    checkpoints, commits, keeps telemetry                 (`collector.py`)
 
-All shards share one engine and several are open at a time, so it never runs empty between two. The
-first thread that fails ends the run; what was finished is durable, and the same command goes on
-from there.
+Several shards are open at a time, so no engine runs empty between two. The first thread that fails
+ends the run; what was finished is durable, and the same command goes on from there.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
+from dataclasses import replace
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from flows.busy import BusyTimes
-from flows.collector import Answered, Collector, Item, OpenShard
-from flows.feeder import Feeder, PromptLimits
+from flows.collector import Collector, Item, OpenShard
+from flows.errors import SpecError
+from flows.fleet.coordinator import Coordinator
+from flows.fleet.links import Deliver, Link, LocalLink, ProcessLink
+from flows.fleet.messages import OpenModel, WorkerSetup
+from flows.fleet.places import default_workers, places
+from flows.fleet.worker import Worker
 from flows.journal import Journal
 from flows.model import Model, open_model
-from flows.outputs import output_rules
 from flows.prepare import PreparedJob, prepare
 from flows.progress import Progress
-from flows.queues import Outbox, RequestQueue, RowRef, Stopped
-from flows.rowmaker import RowMaker
+from flows.queues import Outbox, Stopped
 from flows.sampling import resolve_sampling
 from flows.spec import JobSpec
 from flows.summary import JobSummary
 from flows.threads import ThreadGroup
-from flows.watchdog import Watchdog, WatchedBackend
-from schedulers.cost import StepSample
+from schedulers.memory import MemoryPlan
 from storage.allocator import use_system_allocator
 from storage.errors import StorageError
 from storage.ledger import ShardSummary
-from storage.rows import Row, RowReader
+from storage.rows import RowReader
 from storage.shards import Shard
-from workers.backends.base import ModelInfo
-from workers.engine import Engine
-from workers.errors import BackendError
-from workers.setup import EngineOptions, device_memory_bytes, make_engine
+
+if TYPE_CHECKING:
+    from flows.fleet.ray_fleet import RayFleet
 
 OPEN_SHARDS = 4
 """Shards in flight, at least: enough that the engine never waits for a commit."""
@@ -51,14 +53,11 @@ OPEN_SHARDS = 4
 OPEN_ROWS = 8192
 """Rows in flight shards, at least: enough to fill the engine's window however small shards are."""
 
-READY_REQUESTS = 512
-"""Requests kept tokenised ahead of the engine."""
-
 STEP_TIMEOUT_S = 600.0
 """No step takes that long: what does has lost its device."""
 
-STOP_GRACE_S = 15.0
-"""Seconds that a step may still take once the run has been told to stop."""
+KV_BYTES_PER_S = 0.5e9
+"""How fast keys and values travel between two processes of a machine, all copies included."""
 
 
 class JobRunner:
@@ -69,10 +68,11 @@ class JobRunner:
 
     Args:
         spec: the job.
-        model: another model than the spec names (tests, benchmarks).
+        model: another model than the spec names, for a worker in this process (tests, benchmarks).
+        find_model: finds the spec's model, here and in worker processes; a function of a module.
         progress: told of everything.
         clock: seconds, monotonic.
-        step_timeout_s: a step of the engine that takes longer hangs, and ends the run.
+        step_timeout_s: a step of the engine that takes longer hangs, and ends its worker.
         began_s: when the process or whatever wanted the run began, for its profile; now if None.
 
     Raises:
@@ -84,6 +84,7 @@ class JobRunner:
         spec: JobSpec,
         *,
         model: Model | None = None,
+        find_model: OpenModel = open_model,
         progress: Progress | None = None,
         clock: Callable[[], float] = time.monotonic,
         step_timeout_s: float = STEP_TIMEOUT_S,
@@ -93,15 +94,17 @@ class JobRunner:
         self._busy = BusyTimes(clock=clock, began_s=began_s)
         self.progress = progress or Progress(clock=clock)
         self._given_model = model
+        self._find_model = find_model
         self._clock = clock
         self._step_timeout_s = step_timeout_s
         self._threads = ThreadGroup(on_failure=self._interrupt)
-        self._requests = RequestQueue(READY_REQUESTS)
         self._outbox: Outbox[Item] = Outbox(1024)
-        self._in_flight: dict[str, RowRef] = {}
-        self._engine: Engine | None = None
-        self._watchdog: Watchdog | None = None
+        self._coordinator: Coordinator | None = None
+        self._collector: Collector | None = None
         self._stopped: str | None = None
+        self._fleet: RayFleet | None = None
+        workers = spec.engine.workers or default_workers(spec.engine.device)
+        self.num_workers = None if model is not None else workers
 
     # -- start --
 
@@ -109,14 +112,14 @@ class JobRunner:
         self._busy.mark("imports")
         use_system_allocator()
         self.job: PreparedJob = prepare(self.spec)
-        self.model = self._given_model or open_model(self.spec)
+        self.model = self._given_model or self._find_model(self.spec)
         # What the model itself makes impossible is found before the output is touched.
         self._tokenizer = self.model.load_tokenizer()
-        self._renderer = self.job.renderer.bind(self._tokenizer)
-        self._sampling = resolve_sampling(self.spec.sampling, self.model.generation_config)
+        self.job.renderer.bind(self._tokenizer)
+        resolve_sampling(self.spec.sampling, self.model.generation_config)
         self.journal = Journal.open(self.job, self.model, clock=self._clock, busy=self._busy)
         try:
-            self.pending = self.journal.pending()
+            self.pending = self._in_order(self.journal.pending())
             if self.pending and self._stopped is None:
                 self._start()
             self.progress.start(
@@ -128,120 +131,97 @@ class JobRunner:
             raise
         return self
 
+    def _in_order(self, shards: list[Shard]) -> list[Shard]:
+        """Largest first for several workers, so that they end together; else as they come."""
+        if self.num_workers is None:
+            return shards
+        return sorted(shards, key=lambda shard: -shard.est_tokens)
+
     def _start(self) -> None:
-        """Load the model and start the threads, from the last of the chain to the first."""
+        """Bring the workers to life and start the threads, from the last of the chain to the
+        first.
+        """
         self.progress.set_phase("loading the model")
-        tokenizer = self._tokenizer
-        self._busy.mark("opening the job")
-        backend = WatchedBackend(self.model.load_backend(), clock=self._clock)
-        self._busy.mark("loading the model")
-        rules = output_rules(self.spec, tokenizer, vocab_size=backend.info.vocab_size)
-        self._engine, self.journal.memory = make_engine(
-            backend,
-            self._engine_options(backend.info.device),
+        if self.spec.engine.cluster is not None and self._given_model is None:
+            self._join_cluster(self.spec.engine.cluster)
+        self._reader = RowReader(self.job.dataset, ())
+        names = [f"worker-{index}" for index in range(self.num_workers or 0)] or [""]
+        coordinator = Coordinator(
+            names=names,
+            make_link=self._make_link,
+            collect=self._outbox.put,
+            find_row_id=self._find_row_id,
             clock=self._clock,
-            calibration=self._calibration(backend.info),
-            find_stop=tokenizer.find_stop,
-            on_step=lambda step: self._outbox.put([step]),
-            on_event=lambda event: self._outbox.put([event]),
+            kv_bytes_per_s=KV_BYTES_PER_S,
+            on_ready=self._note_memory,
         )
         self._collector = Collector(
             outbox=self._outbox,
-            to_rows=RowMaker(tokenizer, check_output=rules.check),
             checkpoint_s=self.spec.checkpoint_s,
             clock=self._clock,
             journal=self.journal,
             progress=self.progress,
         )
-        self._reader = RowReader(self.job.dataset, self.job.renderer.columns)
-        self._feeder = Feeder(
-            read=self._read,
-            renderer=self._renderer,
-            encoder=tokenizer,
-            limits=PromptLimits(
-                max_model_len=backend.info.max_model_len,
-                max_tokens=self._sampling.max_tokens,
-                on_too_long=self.spec.on_too_long,
-            ),
-            sampling=self._sampling,
-            requests=self._requests,
-            outbox=self._outbox,
-            in_flight=self._in_flight,
-            grammar=rules.grammar,
-            meter=self._busy.meter("feeder"),
-        )
-        self._watchdog = Watchdog(
-            backend,
-            step_timeout_s=self._step_timeout_s,
-            stop_grace_s=STOP_GRACE_S,
-            clock=self._clock,
-        )
         self._threads.start("collector", self._collector.run)
-        self._threads.start("watchdog", self._watch)
-        self._threads.start("engine", self._drive)
-        self._threads.start("feeder", self._feeder.run)
+        coordinator.start()
+        self._coordinator = coordinator
+        if self._stopped is not None:
+            coordinator.stop()
+        self._threads.start("coordinator", self._coordinate)
+        coordinator.wait_ready()
+        self._threads.raise_failure()
 
-    def _engine_options(self, device: str) -> EngineOptions:
-        engine = self.spec.engine
-        return EngineOptions(
-            policy=engine.policy,
-            overflow_probability=engine.overflow_probability,
-            sizing=engine.sizing,
-            memory_bytes=engine.memory_bytes(device_memory_bytes(device)),
-            max_batch_tokens=engine.max_batch_tokens,
-            max_seqs=engine.max_seqs,
-            deterministic=engine.deterministic,
-            row_timeout_s=self.spec.row_timeout_s,
-        )
-
-    def _calibration(self, info: ModelInfo) -> tuple[StepSample, ...]:
-        """Steps of `flows calibrate`, when it has been run here with this model."""
-        from flows.calibration import hardware_of, load_calibration
-
-        found = load_calibration(
-            hardware=hardware_of(info.device),
-            model_fingerprint=self.model.fingerprint,
-            dtype=info.dtype,
-        )
-        return () if found is None else found.prior_samples
-
-    # -- the threads' bodies --
-
-    def _read(self, shard: Shard) -> Iterator[list[Row]]:
-        """Rows of a shard that have no result yet."""
-        return self._reader.rows(shard, skip=self.journal.writer(shard).done)
-
-    def _drive(self) -> None:
-        """Run the engine until the feeder has closed the queue and every request is answered."""
-        assert self._engine is not None
+    def _join_cluster(self, address: str) -> None:
         try:
-            for result in self._engine.run(self._requests):
-                ref = self._in_flight.pop(result.request_id)
-                self._outbox.put([Answered(ref, result)])
-        except Stopped:
-            return
+            from flows.fleet.ray_fleet import RayFleet
+        except ImportError as fault:
+            raise SpecError(
+                f"cluster is {address!r}, but Ray is not installed; pip install 'headrace[ray]'"
+            ) from fault
+        self._fleet = RayFleet(
+            address, num_workers=self.spec.engine.workers, device=self.spec.engine.device
+        )
+        self.num_workers = self._fleet.num_workers
+
+    def _make_link(self, index: int, deliver: Deliver) -> Link:
+        setup = WorkerSetup(
+            spec=self.spec,
+            dataset=self.job.dataset,
+            open_model=self._find_model,
+            num_workers=self.num_workers or 1,
+            step_timeout_s=self._step_timeout_s,
+            reports=self.num_workers is not None,
+        )
+        if self.num_workers is None:
+            model = replace(self.model, load_tokenizer=lambda: self._tokenizer)
+            worker = Worker(setup, deliver, model=model, clock=self._clock, busy=self._busy)
+            return LocalLink(worker, deliver)
+        if self._fleet is not None:
+            return self._fleet.make_link(setup, index, deliver)
+        place = places(self.num_workers, self.spec.engine.device)[index]
+        return ProcessLink(
+            setup,
+            environ=place.environ,
+            cores=place.cores,
+            deliver=deliver,
+            name=f"worker-{index}",
+        )
+
+    def _note_memory(self, memory: MemoryPlan) -> None:
+        self.journal.memory = memory
+
+    def _find_row_id(self, shard: Shard, ordinal: int) -> str:
+        others = set(range(shard.num_rows)) - {ordinal}
+        (row,) = (row for rows in self._reader.rows(shard, skip=others) for row in rows)
+        return row.row_id
+
+    def _coordinate(self) -> None:
+        assert self._coordinator is not None
+        try:
+            self._coordinator.run()
         finally:
-            self._engine.backend.close()
             if self._stopped is not None:
                 self._threads.release(Stopped())
-
-    def _watch(self) -> None:
-        """Wait for a step that hangs, and end the run around it."""
-        assert self._watchdog is not None
-        assert self._engine is not None
-        step = self._watchdog.wait()
-        if step is None:
-            return
-        self._threads.abandon("engine")
-        if self._stopped is None:
-            raise BackendError(
-                f"the device has not come back from a step for "
-                f"{self._clock() - step.started_s:.1f} s ({step.num_tokens} tokens of "
-                f"{step.num_seqs} sequences; {self._engine.num_in_flight} rows in flight). "
-                "Finished rows are kept; run the same command again to go on, with a smaller "
-                "--max-batch-tokens if steps really take that long"
-            )
-        self._threads.release(Stopped())
 
     # -- work --
 
@@ -253,14 +233,23 @@ class JobRunner:
         """
         committed: Future[ShardSummary] = Future()
         self._threads.watch(committed)
-        if self._engine is None:
+        if self._coordinator is None or self._collector is None:
             return committed  # stopped before the start: it has failed already
         opened = OpenShard(shard, self.journal.writer(shard), committed)
-        has_work = opened.writer.num_missing > 0
+        missing = opened.writer.missing
         self._collector.open(opened)
-        if has_work:
-            self._feeder.submit(shard)
+        if len(missing):
+            with suppress(Stopped):  # the run has ended, and released the future
+                self._coordinator.submit(shard, missing)
         return committed
+
+    def has_enough(self, open_rows: Collection[int]) -> bool:
+        """Whether so many shards of so many rows keep all workers busy."""
+        num_workers = self.num_workers or 1
+        return (
+            len(open_rows) >= OPEN_SHARDS * num_workers
+            and sum(open_rows) >= OPEN_ROWS * num_workers
+        )
 
     def stop(self, reason: str) -> None:
         """End the run early: finished rows are made durable, the rest is left for the next run.
@@ -271,13 +260,10 @@ class JobRunner:
         self._interrupt()
 
     def _interrupt(self) -> None:
-        self._requests.stop()
-        if self._engine is None:
+        if self._coordinator is None:
             self._threads.release(Stopped())
         else:
-            self._engine.stop()
-        if self._watchdog is not None:
-            self._watchdog.stop()
+            self._coordinator.stop()
 
     def finish(self) -> JobSummary:
         """Wait for everything that was submitted, end the threads, and sum up.
@@ -314,20 +300,22 @@ class JobRunner:
 
     def _end_threads(self) -> None:
         """From the first of the chain to the last. Without effect the second time."""
-        if self._watchdog is None:
-            return
-        self._feeder.close()
-        self._threads.join("feeder", "engine")
-        self._watchdog.end()
-        self._threads.join("watchdog")
-        self._collector.finish()
-        self._threads.join("collector")
+        if self._coordinator is not None:
+            self._coordinator.close()
+            self._threads.join("coordinator")
+        if self._collector is not None:
+            self._collector.finish()
+            self._threads.join("collector")
+        if self._fleet is not None:
+            self._fleet.close()
+            self._fleet = None
 
 
 def run_job(
     spec: JobSpec,
     *,
     model: Model | None = None,
+    find_model: OpenModel = open_model,
     progress: Progress | None = None,
     on_start: Callable[[JobRunner], None] | None = None,
     began_s: float | None = None,
@@ -336,7 +324,8 @@ def run_job(
 
     Args:
         spec: the job.
-        model: another model than the spec names.
+        model: see `JobRunner`.
+        find_model: see `JobRunner`.
         progress: told of everything.
         on_start: given the runner once it has started (to install signal handlers).
         began_s: see `JobRunner`.
@@ -345,12 +334,14 @@ def run_job(
         >>> run_job(JobSpec(input="reviews.parquet", prompt="Summarise: {{ text }}"))  # doctest:
         +SKIP
     """
-    with JobRunner(spec, model=model, progress=progress, began_s=began_s) as runner:
+    with JobRunner(
+        spec, model=model, find_model=find_model, progress=progress, began_s=began_s
+    ) as runner:
         if on_start is not None:
             on_start(runner)
         open_shards: dict[Future[ShardSummary], int] = {}
         for shard in runner.pending:
-            while len(open_shards) >= OPEN_SHARDS and sum(open_shards.values()) >= OPEN_ROWS:
+            while runner.has_enough(open_shards.values()):
                 _settle_one(open_shards)
             open_shards[runner.submit(shard)] = shard.num_rows
         while open_shards:

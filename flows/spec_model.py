@@ -163,6 +163,16 @@ class EngineSpec(_Spec):
         "How many sequences memory is safe for: by measured moments, or a form of the paper's.",
     )  # fmt: skip
 
+    workers: int | None = _field(
+        None, 9, "Workers",
+        "Worker processes, each with its own engine; by default one a GPU, or only this process.",
+        ge=1, le=1024,
+    )  # fmt: skip
+    cluster: NonEmpty | None = _field(
+        None, 10, "Cluster",
+        "Workers as Ray actors: 'auto', ray://HOST:PORT, or 'local', which starts a cluster.",
+    )  # fmt: skip
+
     @field_validator("memory")
     @classmethod
     def _check_memory(cls, value: str | None) -> str | None:

@@ -76,6 +76,11 @@ class ThreadGroup:
             if name in self._over:
                 self._over[name].wait()
 
+    @property
+    def failure(self) -> BaseException | None:
+        """The first failure, if there was one."""
+        return self._failure
+
     def raise_failure(self) -> None:
         """Raise the first failure, if there was one."""
         if self._failure is not None:

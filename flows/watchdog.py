@@ -8,11 +8,11 @@ error instead of waiting for ever.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from schedulers.view import SeqId
-from workers.backends.base import Backend, Batch, Executed
+from workers.backends.base import Backend, Batch, Executed, KVBlocks
 
 
 class Step(NamedTuple):
@@ -45,6 +45,12 @@ class WatchedBackend:
             return self._backend.execute(batch)
         finally:
             self.step = None
+
+    def read_kv(self, blocks: Sequence[int]) -> KVBlocks:
+        return self._backend.read_kv(blocks)
+
+    def write_kv(self, blocks: Sequence[int], data: KVBlocks, *, skip: int = 0) -> None:
+        self._backend.write_kv(blocks, data, skip=skip)
 
     def forget(self, seq_id: SeqId) -> None:
         self._backend.forget(seq_id)

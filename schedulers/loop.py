@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from schedulers.blocks import BlockManager
+from schedulers.blocks import BlockManager, blocks_for
 from schedulers.view import Budget, Finished, Outcome, Plan, Policy, SeqId, View
 from schedulers.waiting import Waiting
 
@@ -156,6 +156,9 @@ class Loop(Generic[S]):
 
     def _admit(self, seq: S) -> None:
         self.waiting.admit(seq)
+        self._enter(seq)
+
+    def _enter(self, seq: S) -> None:
         num_cached = self.blocks.open(seq.seq_id, seq.token_ids)
         seq.num_computed_tokens = num_cached
         if seq.admission < 0:
@@ -163,6 +166,16 @@ class Loop(Generic[S]):
             self._num_admitted += 1
         self.running[seq.seq_id] = seq
         self._on_admit(seq, num_cached)
+
+    def adopt(self, seq: S, num_computed_tokens: int) -> Sequence[int] | None:
+        """Take in a sequence whose keys and values come with it, past the policy: its block table,
+        to be filled from position `seq.num_computed_tokens` on; None when there is no room.
+        """
+        needed = blocks_for(num_computed_tokens, self.blocks.block_size)
+        if len(self.running) >= self.budget.max_seqs or needed >= self.blocks.num_free_blocks:
+            return None
+        self._enter(seq)
+        return self.blocks.grow(seq.seq_id, num_computed_tokens)
 
     def _segment(self, seq: S, num_tokens: int) -> Segment[S]:
         start = seq.num_computed_tokens

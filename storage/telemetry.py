@@ -150,9 +150,40 @@ COSTS = pa.schema(
         ("interference_threshold", pa.float64()),
     ]
 )
+WORKERS = pa.schema(
+    [
+        ("run_id", pa.string()),
+        ("at_s", pa.float64()),
+        ("worker", pa.string()),
+        ("life", pa.int64()),
+        ("event", pa.string()),
+        ("detail", pa.string()),
+        ("num_rows", pa.int64()),
+        ("num_rows_done", pa.int64()),
+    ]
+)
+"""Lives of worker processes: started, ready, died (with its rows), restarted, given up, ended."""
+MOVES = pa.schema(
+    [
+        ("run_id", pa.string()),
+        ("at_s", pa.float64()),
+        ("victim", pa.string()),
+        ("thief", pa.string()),
+        ("num_rows", pa.int64()),
+        ("num_begun", pa.int64()),
+        ("num_with_kv", pa.int64()),
+        ("num_kv_tokens", pa.int64()),
+        ("share_s", pa.float64()),
+        ("gain_s", pa.float64()),
+        ("elapsed_s", pa.float64()),
+    ]
+)
+"""Work that went from one worker to another at a job's tail: what was wanted, and what moved."""
 TABLES: Mapping[str, pa.Schema] = {
     "steps": STEPS,
     "threads": THREADS,
+    "workers": WORKERS,
+    "moves": MOVES,
     "crossover": CROSSOVER,
     "phases": PHASES,
     "memory_plan": MEMORY_PLAN,
@@ -182,7 +213,7 @@ class TelemetryWriter:
         self._num_files = 0
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Take a record with the table's columns but `run_id`."""
+        """Take a record with the table's columns; `run_id` only if it is another than the run's."""
         self._records.append(record)
 
     def flush(self, *, force: bool = False) -> None:
@@ -191,7 +222,11 @@ class TelemetryWriter:
             return
         arrays = [
             pa.array(
-                [self._run_id if f.name == "run_id" else r[f.name] for r in self._records], f.type
+                [
+                    (r.get("run_id") or self._run_id) if f.name == "run_id" else r[f.name]
+                    for r in self._records
+                ],
+                f.type,
             )
             for f in self._schema
         ]

@@ -102,6 +102,11 @@ class ShardWriter:
         """Ordinals that have their final result; of bad rows too (C7)."""
         return set(np.flatnonzero(self._done).tolist())
 
+    @property
+    def missing(self) -> np.ndarray:
+        """Ordinals of the rows that need a result, int64, ascending."""
+        return np.flatnonzero(~self._done).astype(np.int64)
+
     def so_far(self) -> Tally:
         """Counts over the rows that are done and durable."""
         rows = self._durable(list(COUNTED))

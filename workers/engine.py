@@ -8,8 +8,9 @@ exactly one `Result`, whatever happens to it on the way.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from schedulers.blocks import BlockManager, blocks_for
 from schedulers.loop import Loop, NothingPlanned
@@ -21,8 +22,11 @@ from workers.pressure import MemoryPressure, split
 from workers.request import (
     Completion,
     EventRecord,
+    KVState,
     Request,
+    RequestId,
     Result,
+    Resume,
     RowError,
     Sampled,
     StepRecord,
@@ -70,6 +74,7 @@ class Engine:
         find_stop: makes the stop-string finder of a request; needed for requests with stop strings.
         on_step: told of every step.
         on_event: told of every decision that the policy reports.
+        on_start: told of the requests whose computation begins, before it does.
     """
 
     def __init__(
@@ -82,6 +87,7 @@ class Engine:
         find_stop: Callable[[tuple[str, ...]], FindStop] | None = None,
         on_step: Callable[[StepRecord], None] = lambda _: None,
         on_event: Callable[[EventRecord], None] = lambda _: None,
+        on_start: Callable[[list[RequestId]], None] = lambda _: None,
     ) -> None:
         self.backend = backend
         self.policy = policy
@@ -98,6 +104,9 @@ class Engine:
         self._find_stop = find_stop
         self._on_step = on_step
         self._on_event = on_event
+        self._on_start = on_start
+        self._starting: list[RequestId] = []
+        self._calls: deque[Callable[[], None]] = deque()
         self._rows = RowTable()
         self._source: RequestSource = IterableSource(())
         self._next_seq_id = 0
@@ -116,6 +125,7 @@ class Engine:
         self._source = requests if hasattr(requests, "take") else IterableSource(requests)  # type: ignore[assignment, arg-type]
         self._stopping = False
         while not self._stopping:
+            self._answer_calls()
             self._take_in()
             if self._loop.has_work:
                 self.step()
@@ -128,6 +138,16 @@ class Engine:
         """End `run` after the current step. Safe from other threads and signal handlers."""
         self._stopping = True
 
+    def call(self, function: Callable[[], None]) -> None:
+        """Have something done in the engine's thread, between two steps of `run`, which ends with
+        what it raises. Safe from other threads.
+        """
+        self._calls.append(function)
+
+    def _answer_calls(self) -> None:
+        while self._calls:
+            self._calls.popleft()()
+
     def step(self) -> None:
         """One turn of the wheel."""
         watch = Stopwatch(self._clock)
@@ -138,6 +158,7 @@ class Engine:
             raise InternalError(str(bug)) from bug
         plan_s = watch.lap()
         batch = Batch(tuple(self._loop.apply(plan)))
+        self._tell_started()
         apply_s = watch.lap()
         sampled, execute = self._execute(batch)
         elapsed_s = watch.lap()
@@ -147,6 +168,11 @@ class Engine:
         intake_s, self._intake_s = self._intake_s, 0.0
         parts = EngineTimes(intake_s, plan_s, apply_s, resume_s, watch.lap())
         self._on_step(self._record(plan, batch, outcome, started_s, parts, execute))
+
+    def _tell_started(self) -> None:
+        if self._starting:
+            self._on_start(self._starting)
+            self._starting = []
 
     @property
     def num_in_flight(self) -> int:
@@ -217,6 +243,7 @@ class Engine:
         if seq.started_s is None:
             seq.started_s = self._clock()
             seq.num_cached_tokens = num_cached_tokens
+            self._starting.append(seq.request.request_id)
 
     def _start_siblings(self, seq: Sequence) -> None:
         """A row's first sample has its prompt in KV memory: the others may share it now."""
@@ -282,9 +309,12 @@ class Engine:
             self._rows.refuse(request, error)
             return
         sequences = [self._sequence(request, index) for index in range(request.sampling.n)]
+        self._rows.open(request, sequences)
+        if request.resume is not None:
+            self._resume_elsewhere(sequences[0], request.resume)
+            return
         for seq in sequences:
             seq.coroutine.send(None)
-        self._rows.open(request, sequences)
         self._loop.waiting.arrive(sequences[0])
 
     def _sequence(self, request: Request, sample_index: int) -> Sequence:
@@ -302,6 +332,62 @@ class Engine:
             find_stop=self._find_stop(stops) if stops and self._find_stop else None,
             arrived_s=self._clock(),
         )
+
+    # -- rows that come from another engine, and go to one --
+
+    def _resume_elsewhere(self, seq: Sequence, resume: Resume) -> None:
+        """Go on with what another engine has begun: at once with its keys and values, else as if it
+        had been suspended.
+        """
+        seq.restore(resume)
+        kv = resume.kv
+        table = None if kv is None else self._loop.adopt(seq, kv.num_tokens)
+        if kv is not None and table is not None:
+            first = seq.num_computed_tokens // self.blocks.block_size
+            self.backend.write_kv(table[first:], kv.blocks, skip=first)
+            seq.num_computed_tokens = kv.num_tokens
+        elif resume.output_token_ids:
+            self._loop.waiting.suspend(seq)
+        else:
+            self._loop.waiting.arrive(seq)
+        seq.coroutine.send(None)
+
+    def open_sequences(self) -> list[Sequence]:
+        """The first sample of every row that has no result, in order of arrival. For `call`."""
+        return [row.sequences[0] for row in self._rows.open_rows()]
+
+    def take_out(
+        self, request_ids: Iterable[RequestId], *, with_kv: Callable[[Sequence], bool]
+    ) -> list[Request]:
+        """Give rows up, for another engine to go on with: they get no result here. For `call`.
+
+        Rows of several samples begin anew there. Ids that are not open are left out.
+
+        Args:
+            request_ids: which.
+            with_kv: whether a running sequence's keys and values go with it.
+        """
+        rows = {row.request.request_id: row for row in self._rows.open_rows()}
+        found = [rows[request_id] for request_id in request_ids if request_id in rows]
+        taken: list[Request] = []
+        for row in found:
+            seq = row.sequences[0]
+            resume = self._resume_of(seq, with_kv) if row.request.sampling.n == 1 else None
+            for item in row.sequences:
+                self._release(item)
+            self._rows.remove(row)
+            taken.append(replace(row.request, resume=resume))
+        return taken
+
+    def _resume_of(self, seq: Sequence, with_kv: Callable[[Sequence], bool]) -> Resume | None:
+        if not seq.num_output_tokens:
+            return None
+        num_computed, kv = seq.num_computed_tokens, None
+        if num_computed == seq.num_tokens - 1 and with_kv(seq):
+            table = self.blocks.table(seq.seq_id)
+            num_blocks = blocks_for(num_computed, self.blocks.block_size)
+            kv = KVState(num_computed, self.backend.read_kv(table[:num_blocks]))
+        return Resume(tuple(seq.output_token_ids), tuple(seq.logprobs), kv, seq.num_suspensions)
 
     def _refusal(self, request: Request) -> RowError | None:
         """Why a request cannot run here at all, if so."""
@@ -334,6 +420,7 @@ class Engine:
 
     def _abandon(self) -> None:
         """Give everything back that is still in flight after a stop."""
+        self._answer_calls()
         for seq in self._rows.clear():
             self._release(seq)
 

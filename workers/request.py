@@ -30,6 +30,7 @@ RowErrorType = Literal[
     "out_of_memory",
     "timeout",
     "numerical_error",
+    "worker_died",
 ]
 """Why a row has no text, for the `error_type` column."""
 
@@ -130,23 +131,6 @@ class Grammar(Protocol):
     def matcher(self) -> Matcher: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """One unit of work.
-
-    Attributes:
-        request_id: the row's identity, unique within a job; also the key of its random stream.
-        prompt_token_ids: at least one token.
-        sampling: how completions are drawn.
-        grammar: constrains the output, if any.
-    """
-
-    request_id: RequestId
-    prompt_token_ids: Sequence[int]
-    sampling: SamplingParams
-    grammar: Grammar | None = None
-
-
 class TokenLogprob(NamedTuple):
     """Log-probability (natural, of the raw model distribution before penalties, temperature and
     filters) of one token.
@@ -166,6 +150,60 @@ class Sampled(NamedTuple):
     logprob: float | None = None
     top: tuple[TokenLogprob, ...] = ()
     error: str | None = None
+
+
+class KVState(NamedTuple):
+    """Keys and values of a sequence's first tokens, on their way between two engines of one model.
+
+    Attributes:
+        num_tokens: that they cover.
+        blocks: as `Backend.read_kv` gave them.
+    """
+
+    num_tokens: int
+    blocks: Any
+
+
+class Resume(NamedTuple):
+    """How far another engine has come with a request of one sample.
+
+    Attributes:
+        output_token_ids: generated so far.
+        logprobs: one entry a generated token, when asked for.
+        kv: spares the receiver to compute the tokens again; None: it has to.
+        num_suspensions: so far.
+    """
+
+    output_token_ids: tuple[int, ...]
+    logprobs: tuple[Sampled, ...] = ()
+    kv: KVState | None = None
+    num_suspensions: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One unit of work.
+
+    Attributes:
+        request_id: the row's identity, unique within a job; also the key of its random stream.
+        prompt_token_ids: at least one token.
+        sampling: how completions are drawn.
+        grammar: constrains the output, if any.
+        resume: another engine has begun it.
+    """
+
+    request_id: RequestId
+    prompt_token_ids: Sequence[int]
+    sampling: SamplingParams
+    grammar: Grammar | None = None
+    resume: Resume | None = None
+
+    def __post_init__(self) -> None:
+        if self.resume is not None and self.sampling.n > 1:
+            raise ValueError(
+                f"request {self.request_id!r} has {self.sampling.n} samples; only one can be "
+                "resumed, several begin anew"
+            )
 
 
 class RowError(NamedTuple):

@@ -89,6 +89,16 @@ class RowTable:
         self.num_open -= 1
         self._results.append(row.result(error, now_s=now_s))
 
+    def open_rows(self) -> list[Row]:
+        """In order of arrival."""
+        return list({id(row): row for row in self._rows.values()}.values())
+
+    def remove(self, row: Row) -> None:
+        """A row is gone without a result: another engine has it."""
+        for seq in row.sequences:
+            del self._rows[seq.seq_id]
+        self.num_open -= 1
+
     @property
     def has_results(self) -> bool:
         return bool(self._results)

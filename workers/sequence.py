@@ -24,7 +24,7 @@ from typing import Literal
 
 from schedulers.view import SeqId
 from workers.errors import InternalError
-from workers.request import Completion, FinishReason, Matcher, Request, Sampled
+from workers.request import Completion, FinishReason, Matcher, Request, Resume, Sampled
 
 State = Literal["open", "finished"]
 FindStop = Callable[[list[int]], str | None]
@@ -144,6 +144,15 @@ class Sequence:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    def restore(self, resume: Resume) -> None:
+        """Take the tokens that another engine has generated, before the coroutine starts."""
+        for token_id in resume.output_token_ids:
+            self.token_ids.append(token_id)
+            if self.matcher is not None:
+                self.matcher.accept(token_id)
+        self.logprobs.extend(resume.logprobs)
+        self.num_suspensions = resume.num_suspensions
 
     def take_sampled(self) -> Sampled:
         """Hand the sampled token over, once."""

@@ -13,7 +13,7 @@ from schedulers.policies import make_policy
 from schedulers.view import Budget
 from workers.backends.base import Backend, ModelInfo
 from workers.engine import Engine, EngineConfig
-from workers.request import EventRecord, StepRecord
+from workers.request import EventRecord, RequestId, StepRecord
 from workers.sequence import FindStop
 
 BLOCK_SIZE = 16
@@ -33,6 +33,7 @@ class EngineOptions:
         max_seqs: most sequences that hold KV memory.
         deterministic: a row's result does not depend on what else is in its batch.
         row_timeout_s: when a row is given up.
+        host_share: part of the host's memory and cores that is this engine's, where several run.
     """
 
     policy: str = "hybrid"
@@ -43,6 +44,7 @@ class EngineOptions:
     max_seqs: int | None = None
     deterministic: bool = False
     row_timeout_s: float | None = None
+    host_share: float = 1.0
 
 
 class SizeDefaults(NamedTuple):
@@ -62,7 +64,15 @@ class EngineSetup(NamedTuple):
     memory: MemoryPlan
 
 
-def default_memory_bytes(device: str, weights_bytes: int) -> int:
+class MadeEngine(NamedTuple):
+    """An engine, where its memory goes, and what its policy learns through."""
+
+    engine: Engine
+    memory: MemoryPlan
+    estimator: Estimator
+
+
+def default_memory_bytes(device: str, weights_bytes: int, *, host_share: float = 1.0) -> int:
     """What a worker may use when nobody said: half of the free memory on a CPU, which it shares
     with everything else, nine tenths of a GPU's; the weights, loaded already, come on top.
     """
@@ -73,7 +83,7 @@ def default_memory_bytes(device: str, weights_bytes: int) -> int:
         return weights_bytes + int(0.9 * free_bytes)
     import psutil
 
-    return weights_bytes + psutil.virtual_memory().available // 2
+    return weights_bytes + int(psutil.virtual_memory().available / 2 * host_share)
 
 
 def device_memory_bytes(device: str) -> int:
@@ -98,7 +108,9 @@ def size_engine(info: ModelInfo, options: EngineOptions) -> EngineSetup:
         defaults.max_batch_tokens, options.max_seqs or 0
     )
     max_seqs = options.max_seqs or min(defaults.max_seqs, max_batch_tokens)
-    limit_bytes = options.memory_bytes or default_memory_bytes(info.device, info.weights_bytes)
+    limit_bytes = options.memory_bytes or default_memory_bytes(
+        info.device, info.weights_bytes, host_share=options.host_share
+    )
     memory = plan_memory(
         ModelFootprint(
             weights_bytes=info.weights_bytes,
@@ -139,7 +151,8 @@ def make_engine(
     find_stop: Callable[[tuple[str, ...]], FindStop] | None = None,
     on_step: Callable[[StepRecord], None] = lambda _: None,
     on_event: Callable[[EventRecord], None] = lambda _: None,
-) -> tuple[Engine, MemoryPlan]:
+    on_start: Callable[[list[RequestId]], None] = lambda _: None,
+) -> MadeEngine:
     """An engine over a loaded backend.
 
     Args:
@@ -150,6 +163,7 @@ def make_engine(
         find_stop: see `Engine`.
         on_step: see `Engine`.
         on_event: see `Engine`.
+        on_start: see `Engine`.
 
     Raises:
         NotEnoughMemory: see `size_engine`.
@@ -168,5 +182,6 @@ def make_engine(
         find_stop=find_stop,
         on_step=on_step,
         on_event=on_event,
+        on_start=on_start,
     )
-    return engine, setup.memory
+    return MadeEngine(engine, setup.memory, estimator)

@@ -149,14 +149,14 @@ class Bench:
         source = ClosedSource([Stage([request], at_most) for _, request, at_most in made])
         steps: list[StepRecord] = []
         events: list[EventRecord] = []
-        engine, _ = make_engine(
+        engine = make_engine(
             ForcedLengths(self._backend(), lengths),
             EngineOptions(policy=policy),
             clock=time.perf_counter,
             calibration=self.samples,
             on_step=steps.append,
             on_event=events.append,
-        )
+        ).engine
         num_tokens, num_suspensions = 0, 0
         started_s = time.perf_counter()
         for result in engine.run(source):

@@ -31,6 +31,26 @@ def make_spec(folder: Path, num_rows: int = 200, **fields: Any) -> JobSpec:
     return JobSpec.model_validate({**defaults, **fields})
 
 
+def fleet_spec(
+    folder: Path,
+    num_rows: int,
+    *,
+    workers: int,
+    cluster: str | None = None,
+    max_seqs: int | None = None,
+    **fields: Any,
+) -> JobSpec:
+    """As `make_spec`, on worker processes or on a cluster."""
+    engine = {"workers": workers, "cluster": cluster, "max_seqs": max_seqs}
+    return make_spec(folder, num_rows, engine=engine, **fields)
+
+
+def in_one_process(spec: JobSpec, output: Path, **fields: Any) -> JobSpec:
+    """The same job without workers, into another output."""
+    engine = spec.engine.model_copy(update={"workers": None, "cluster": None})
+    return spec.model_copy(update={"engine": engine, "output": str(output), **fields})
+
+
 def write_table(path: Path, **columns: Any) -> str:
     """A Parquet file of these columns; its path."""
     pq.write_table(pa.table(columns), path)

@@ -12,11 +12,12 @@ import argparse
 import json
 import os
 import random
+import signal
 import sys
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,49 @@ def fake_model(
     )
 
 
+BEHAVIOUR = "HEADRACE_TEST_WORKERS"
+"""Environment variable with a `Behaviour` as JSON, for the worker processes of a test."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Behaviour:
+    """What the fake models of worker processes do.
+
+    Attributes:
+        delay_s: seconds of every step.
+        token_s: seconds of every token of a step.
+        killers: ids of rows whose computation ends the process with SIGKILL.
+        log: file that every batch is counted in.
+        mean_output_tokens: of the answers.
+    """
+
+    delay_s: float = 0.0
+    token_s: float = 0.0
+    killers: tuple[str, ...] = ()
+    log: str | None = None
+    mean_output_tokens: int = 12
+
+    def environ(self) -> dict[str, str]:
+        return {BEHAVIOUR: json.dumps(asdict(self))}
+
+
+def worker_model(spec: Any) -> Model:
+    """The fake model of a worker process, as `Behaviour` says."""
+    del spec
+    behaviour = Behaviour(**json.loads(os.environ.get(BEHAVIOUR, "{}")))
+    log = None if behaviour.log is None else TokenLog(Path(behaviour.log))
+    killers = frozenset(behaviour.killers)
+
+    def on_execute(batch: Batch) -> None:
+        if killers and any(item.seq.request.request_id in killers for item in batch.segments):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if log is not None:
+            log(batch)
+        time.sleep(behaviour.delay_s + behaviour.token_s * batch.num_tokens)
+
+    return fake_model(on_execute=on_execute, mean_output_tokens=behaviour.mean_output_tokens)
+
+
 @dataclass
 class TokenLog:
     """Appends the size of every batch to a file, in a way that survives SIGKILL."""
@@ -136,19 +180,39 @@ def comparable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("spec", type=Path)
-    parser.add_argument("--log", type=Path, required=True)
+    parser.add_argument("--log", type=Path)
     parser.add_argument("--delay-s", type=float, default=0.0)
     parser.add_argument("--real", action="store_true", help="the job's own model, not the fake one")
+    parser.add_argument("--prefect", action="store_true", help="as a Prefect flow")
     arguments = parser.parse_args(argv)
 
+    from flows.model import open_model
     from flows.runner import run_job
     from flows.spec import JobSpec
+    from tests.e2e.jobs import worker_model  # as a module's that worker processes find
 
     spec = JobSpec.model_validate(json.loads(arguments.spec.read_text()))
+    if spec.engine.workers is not None:
+        find_model = open_model if arguments.real else worker_model
+        if arguments.prefect:
+            return run_on_prefect(spec)
+        return run_job(spec, find_model=find_model).exit_code(spec.max_error_rate)
     log = TokenLog(arguments.log, arguments.delay_s)
     model = counted_real_model(spec, log) if arguments.real else fake_model(on_execute=log)
     summary = run_job(spec, model=model)
     return summary.exit_code(spec.max_error_rate)
+
+
+def run_on_prefect(spec: Any) -> int:
+    """As a Prefect flow, with the fake model."""
+    from flows.prefect_flow import make_flow, run_as_flow
+    from flows.runner import JobRunner
+    from tests.e2e.jobs import worker_model
+
+    def make_runner(spec: Any, progress: Any) -> JobRunner:
+        return JobRunner(spec, find_model=worker_model, progress=progress)
+
+    return run_as_flow(spec, make_flow(make_runner))
 
 
 def counted_real_model(spec: Any, log: TokenLog) -> Model:

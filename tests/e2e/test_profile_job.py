@@ -52,7 +52,7 @@ def test_the_profile_of_a_real_job(flows: Shell, tmp_path: Path) -> None:
     }  # fmt: skip
     assert {(work.thread, work.work) for work in found.threads} == {
         ("feeder", "reading"), ("feeder", "templating"), ("feeder", "tokenising"),
-        ("collector", "detokenising"), ("collector", "writing results"),
+        ("outlet", "detokenising"), ("collector", "writing results"),
         ("collector", "telemetry"), ("collector", "catalogue"), ("process", "all threads"),
     }  # fmt: skip
     check_sums(output)

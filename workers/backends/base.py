@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from schedulers.loop import Segment
 from schedulers.view import SeqId
@@ -59,6 +60,10 @@ class Batch:
         return sum(segment.num_tokens for segment in self.segments)
 
 
+KVBlocks = Any
+"""Keys and values of blocks, of a form that only backends of one kind know. Can be pickled."""
+
+
 class Executed(NamedTuple):
     """What came of a batch.
 
@@ -96,6 +101,20 @@ class Backend(Protocol):
         Raises:
             DeviceOutOfMemory: a smaller batch may succeed.
             BackendError: nothing will.
+        """
+        ...
+
+    def read_kv(self, blocks: Seq[int]) -> KVBlocks:
+        """A copy of the keys and values in some blocks, for the `write_kv` of a backend that runs
+        the same model in the same way.
+        """
+        ...
+
+    def write_kv(self, blocks: Seq[int], data: KVBlocks, *, skip: int = 0) -> None:
+        """Fill blocks with what another backend's `read_kv` gave, from its block `skip` on.
+
+        Raises:
+            BackendError: it is of another model or layout.
         """
         ...
 

@@ -9,6 +9,7 @@ shows as a failure and not as plausible text.
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import xxhash
@@ -113,6 +114,16 @@ class FakeBackend:
                 self._write(segment)
         self.num_computed_tokens += batch.num_tokens
         return Executed(tuple(self._sample(item) for item in batch.segments if item.sample))
+
+    def read_kv(self, blocks: Seq[int]) -> list[list[int | None]]:
+        size = self._block_size
+        return [self._slots[block * size : (block + 1) * size] for block in blocks]
+
+    def write_kv(self, blocks: Seq[int], data: list[list[int | None]], *, skip: int = 0) -> None:
+        size = self._block_size
+        if self._check_slots:
+            for block, slots in zip(blocks, data[skip:], strict=False):
+                self._slots[block * size : (block + 1) * size] = slots
 
     def _raise_faults(self, batch: Batch) -> None:
         faults = self._faults

@@ -11,8 +11,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Generator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 from schedulers.view import SeqId
@@ -129,6 +131,35 @@ class TorchBackend:
         layout_s += model_s - sum(behind.since(before))
         sampling_s -= sum(after.since(behind))
         return Executed(sampled, ExecuteTimes(layout_s, *after.since(before), sampling_s))
+
+    def read_kv(self, blocks: Seq[int]) -> list[np.ndarray]:
+        """One array of bytes a layer: (*, blocks, bytes of a block)."""
+        chosen = torch.tensor(blocks, dtype=torch.long, device=self._device)
+        return [
+            piece.index_select(1, chosen).cpu().contiguous().view(torch.uint8).numpy()
+            for piece in self._pieces()
+        ]
+
+    def write_kv(self, blocks: Seq[int], data: list[np.ndarray], *, skip: int = 0) -> None:
+        chosen = torch.tensor(blocks, dtype=torch.long, device=self._device)
+        for piece, layer in zip(self._pieces(), data, strict=True):
+            values = torch.from_numpy(layer[:, skip : skip + len(blocks)]).contiguous()
+            values = values.view(piece.dtype)
+            if values.shape[::2] != piece.shape[::2] or values.shape[1] != len(blocks):
+                raise BackendError(
+                    f"keys and values of shape {tuple(values.shape)} do not fit into {len(blocks)} "
+                    f"blocks of {tuple(piece.shape)}: they are of another model"
+                )
+            piece.index_copy_(1, chosen, values.to(self._device))
+
+    def _pieces(self) -> list[torch.Tensor]:
+        """KV memory layer by layer: (*, blocks, values of a block)."""
+        if self._pool is None:
+            raise InternalError("KV memory was asked for before allocate")
+        return [
+            memory.view(self._loaded().kv_divisions, self._pool.num_blocks, -1)
+            for memory in self._pool.memory
+        ]
 
     def forget(self, seq_id: SeqId) -> None:
         self._sampler.forget(seq_id)

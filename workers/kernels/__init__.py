@@ -20,6 +20,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from filelock import FileLock
+
 _log = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
@@ -94,10 +96,16 @@ def _cache_folder() -> Path:
 
 
 def _build(compiler: str, path: Path) -> None:
-    """Compile to a temporary file and move it in place: processes starting together do not disturb
-    each other.
+    """Compile to a temporary file and move it in place; of processes that start together one
+    compiles and the others wait for it (C58).
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{path}.lock"):
+        if not path.exists():
+            _compile(compiler, path)
+
+
+def _compile(compiler: str, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         built = Path(folder) / path.name
         command = [compiler, *FLAGS, *map(str, SOURCES), "-o", str(built)]

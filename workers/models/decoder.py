@@ -43,6 +43,11 @@ class Model(Protocol):
         """Upper estimate of scratch memory per token of a batch."""
         ...
 
+    @property
+    def kv_divisions(self) -> int:
+        """How many runs of all blocks a layer's KV memory is made of."""
+        ...
+
     def logits(self, layout: StepLayout, pool: KVPool) -> Logits:
         """Run a batch: write its keys and values, and give the logits of the sampled rows."""
         ...
@@ -68,6 +73,8 @@ class WeightedModel(Model, Protocol):
 
 class DecoderModel:
     """Embedding, layers, norm, head."""
+
+    kv_divisions = 2  # keys and values
 
     def __init__(
         self,

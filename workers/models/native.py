@@ -158,6 +158,10 @@ class NativeDecoder:
         self._runner.run(step, out_SD)
         return NativeLogits(self._runner, out_SD)
 
+    @property
+    def kv_divisions(self) -> int:
+        return self.config.num_kv_heads
+
     def times(self) -> ModelTimes:
         runner = self._runner
         products_s, attention_s = runner.times.products, runner.times.attention

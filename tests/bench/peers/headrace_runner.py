@@ -33,8 +33,7 @@ class HeadraceSide:
         self._used = False
 
     def _new_engine(self):
-        engine, _ = make_engine(self._backend, self._options, clock=time.perf_counter)
-        return engine
+        return make_engine(self._backend, self._options, clock=time.perf_counter).engine
 
     def reset(self) -> None:
         if self._used:

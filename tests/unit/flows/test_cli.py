@@ -20,7 +20,7 @@ SPEC_OPTIONS = """
     --top-p --min-p --repetition-penalty --presence-penalty --frequency-penalty --stop
     --stop-token-id --ignore-eos --logprobs --n --seed --output-schema --guided --on-too-long
     --policy --dtype --device --memory --max-batch-tokens --max-seqs --deterministic
-    --overflow-probability --sizing
+    --overflow-probability --sizing --workers --cluster
     --shard-tokens --checkpoint-s --row-timeout-s --max-error-rate --retry-errors --overwrite
     --job
 """.split()

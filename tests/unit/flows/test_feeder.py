@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
 from flows.busy import Meter
 from flows.feeder import Feeder, PromptLimits, PromptTooLong, Settled
+from flows.fleet.messages import Assign
 from flows.prompts import PromptRenderer
 from flows.queues import Outbox, RequestQueue
 from flows.spec import JobSpec
@@ -48,7 +50,7 @@ def feed(
         in_flight={},
         meter=meter,
     )
-    feeder.submit(Shard(0, (), 0))
+    feeder.submit(Assign(Shard(0, (), 0), np.arange(len(rows))))
     feeder.close()
     feeder.run()
     return requests.take(100, wait=False), outbox.take(timeout_s=0)

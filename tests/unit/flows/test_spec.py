@@ -185,7 +185,7 @@ def test_c11_every_field_has_been_decided_upon() -> None:
     left_out = {
         "output", "policy", "device", "memory", "max_batch_tokens", "max_seqs", "shard_tokens",
         "checkpoint_s", "row_timeout_s", "max_error_rate", "retry_errors", "overwrite", "revision",
-        "overflow_probability", "sizing",
+        "overflow_probability", "sizing", "workers", "cluster",
     }  # fmt: skip
     generation, output = keys(BASE)
     renamed = {"stop_token_id": "stop_token_ids"}

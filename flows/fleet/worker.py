@@ -1,0 +1,440 @@
+"""A worker: one engine and what feeds it, from rows it is told of to result rows.
+
+    feeder   reads rows, renders prompts, tokenises ahead         (`flows.feeder`)
+    engine   plan, apply, execute, resume                         (`workers.engine`)
+    outlet   detokenises, and tells the coordinator               (here)
+    watchdog notices a step that hangs                            (`flows.watchdog`)
+
+It lives in the coordinator's process, in one of its own or on another machine, and knows of none of
+these: it is told by `handle` and tells by `emit`. It writes nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from flows.busy import BusyTimes
+from flows.feeder import Feeder, PromptLimits, Settled
+from flows.fleet.messages import (
+    Adopt,
+    Assign,
+    Command,
+    Ended,
+    Event,
+    Failed,
+    Finish,
+    Give,
+    Given,
+    Parcel,
+    Ready,
+    Report,
+    Rows,
+    Started,
+    Steps,
+    WorkerSetup,
+)
+from flows.model import Model
+from flows.outputs import output_rules
+from flows.prompts import PromptRenderer
+from flows.queues import Outbox, RequestQueue, RowRef, Stopped
+from flows.rowmaker import Answered, RowMaker
+from flows.sampling import resolve_sampling
+from flows.threads import ThreadGroup
+from flows.watchdog import Watchdog, WatchedBackend
+from schedulers.cost import StepCost, StepSample
+from schedulers.load import Load, OutputLengths, Part, choose_share, load_of, part_of
+from schedulers.route import carries_kv
+from storage.rows import Row, RowReader
+from workers.backends.base import ModelInfo
+from workers.errors import BackendError
+from workers.request import EventRecord, Request, RequestId, StepRecord
+from workers.sequence import Sequence as Seq
+from workers.setup import EngineOptions, device_memory_bytes, make_engine
+
+READY_REQUESTS = 512
+"""Requests kept tokenised ahead of the engine."""
+
+STOP_GRACE_S = 15.0
+"""Seconds that a step may still take once the worker has been told to stop."""
+
+REPORT_S = 0.5
+"""Seconds between two reports of the load."""
+
+WORKS_S = 10.0
+"""Seconds between two reports of what the threads have done."""
+
+Item = Answered | Settled | StepRecord | EventRecord
+
+
+class Worker:
+    """Runs rows through one engine. `load`, then `run`; `handle` from any thread.
+
+    Args:
+        setup: the job and the worker's place.
+        emit: tells the coordinator; called from several threads.
+        model: the job's, opened already; else `setup.open_model` opens it.
+        clock: seconds, monotonic.
+        busy: what the threads work on; a new one by default.
+    """
+
+    def __init__(
+        self,
+        setup: WorkerSetup,
+        emit: Callable[[Event], None],
+        *,
+        model: Model | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        busy: BusyTimes | None = None,
+    ) -> None:
+        self._setup = setup
+        self._spec = setup.spec
+        self._emit = emit
+        self._model = model
+        self._clock = clock
+        self._busy = busy or BusyTimes(clock=clock)
+        self._threads = ThreadGroup(on_failure=self._interrupt)
+        self._requests = RequestQueue(READY_REQUESTS)
+        self._outbox: Outbox[Item] = Outbox(1024)
+        self._in_flight: dict[str, RowRef] = {}
+        self._loaded = False
+        self._stopping = False
+        self._num_rows = 0
+        self._lock = threading.Lock()
+        self._load = Load()
+        self._busy_s, self._num_tokens = 0.0, 0
+        self._measured_s = self._told_s = self._told_works_s = clock()
+        self._outlet_finishing = False
+
+    # -- start --
+
+    def load(self) -> Ready:
+        """Load the model and make the engine.
+
+        Raises:
+            ModelError, NotEnoughMemory, ValueError: the user's to mend.
+        """
+        spec, busy = self._spec, self._busy
+        model = self._model or self._setup.open_model(spec)
+        tokenizer = model.load_tokenizer()
+        self._renderer = PromptRenderer(spec, self._setup.dataset.schema).bind(tokenizer)
+        self._sampling = resolve_sampling(spec.sampling, model.generation_config)
+        busy.mark("opening the job")
+        backend = WatchedBackend(model.load_backend(), clock=self._clock)
+        busy.mark("loading the model")
+        rules = output_rules(spec, tokenizer, vocab_size=backend.info.vocab_size)
+        self._grammar = rules.grammar
+        made = make_engine(
+            backend,
+            self._engine_options(backend.info.device),
+            clock=self._clock,
+            calibration=self._calibration(model, backend.info),
+            find_stop=tokenizer.find_stop,
+            on_step=self._on_step,
+            on_event=lambda event: self._outbox.put([event]),
+            on_start=self._on_start if self._setup.reports else lambda _: None,
+        )
+        self._engine, self._estimator = made.engine, made.estimator
+        self._outlet_meter = busy.meter("outlet")
+        self._to_rows = RowMaker(tokenizer, check_output=rules.check)
+        self._reader = RowReader(self._setup.dataset, self._renderer.columns)
+        self._feeder = Feeder(
+            read=self._read,
+            renderer=self._renderer,
+            encoder=tokenizer,
+            limits=PromptLimits(
+                max_model_len=backend.info.max_model_len,
+                max_tokens=self._sampling.max_tokens,
+                on_too_long=spec.on_too_long,
+            ),
+            sampling=self._sampling,
+            requests=self._requests,
+            outbox=self._outbox,
+            in_flight=self._in_flight,
+            grammar=rules.grammar,
+            meter=busy.meter("feeder"),
+        )
+        self._watchdog = Watchdog(
+            backend,
+            step_timeout_s=self._setup.step_timeout_s,
+            stop_grace_s=STOP_GRACE_S,
+            clock=self._clock,
+        )
+        self._loaded = True
+        return Ready(made.memory, backend.info.device)
+
+    def _engine_options(self, device: str) -> EngineOptions:
+        engine = self._spec.engine
+        share = 1.0 if device.startswith("cuda") else 1.0 / self._setup.num_workers
+        limit = engine.memory_bytes(device_memory_bytes(device))
+        return EngineOptions(
+            policy=engine.policy,
+            overflow_probability=engine.overflow_probability,
+            sizing=engine.sizing,
+            memory_bytes=None if limit is None else int(limit * share),
+            max_batch_tokens=engine.max_batch_tokens,
+            max_seqs=engine.max_seqs,
+            deterministic=engine.deterministic,
+            row_timeout_s=self._spec.row_timeout_s,
+            host_share=share,
+        )
+
+    def _calibration(self, model: Model, info: ModelInfo) -> tuple[StepSample, ...]:
+        """Steps of `flows calibrate`, when it has been run here with this model."""
+        from flows.calibration import hardware_of, load_calibration
+
+        found = load_calibration(
+            hardware=hardware_of(info.device), model_fingerprint=model.fingerprint, dtype=info.dtype
+        )
+        return () if found is None else found.prior_samples
+
+    # -- the whole life --
+
+    def run(self) -> None:
+        """Work until `Finish` or `Stop`, or until something breaks; says which, as the last event.
+        Does not raise.
+        """
+        if self._stopping:
+            self._emit(Ended())
+            return
+        self._threads.start("outlet", self._tell)
+        self._threads.start("watchdog", self._watch)
+        self._threads.start("engine", self._drive)
+        self._threads.start("feeder", self._feeder.run)
+        self._threads.join("feeder", "engine")
+        self._watchdog.end()
+        self._threads.join("watchdog")
+        self._outlet_finishing = True
+        self._threads.join("outlet")
+        fault = self._threads.failure
+        self._emit(Ended(tuple(self._busy.works())) if fault is None else Failed(fault))
+
+    def _interrupt(self) -> None:
+        self._stopping = True
+        if not self._loaded:
+            return
+        self._requests.stop()
+        self._feeder.close()
+        self._engine.stop()
+        self._watchdog.stop()
+
+    def _read(self, part: Assign) -> Iterator[list[Row]]:
+        return self._reader.rows(part.shard, skip=_AllBut(frozenset(part.ordinals.tolist())))
+
+    def _drive(self) -> None:
+        """Run the engine until the feeder has closed the queue and every request is answered."""
+        try:
+            for result in self._engine.run(self._requests):
+                ref = self._in_flight.pop(result.request_id)
+                self._outbox.put([Answered(ref, result)])
+        except Stopped:
+            return
+        finally:
+            self._engine.backend.close()
+
+    def _watch(self) -> None:
+        """Wait for a step that hangs, and end the worker around it."""
+        step = self._watchdog.wait()
+        if step is None:
+            return
+        self._threads.abandon("engine")
+        if not self._stopping:
+            raise BackendError(
+                f"the device has not come back from a step for "
+                f"{self._clock() - step.started_s:.1f} s ({step.num_tokens} tokens of "
+                f"{step.num_seqs} sequences; {self._engine.num_in_flight} rows in flight). "
+                "Finished rows are kept; run the same command again to go on, with a smaller "
+                "--max-batch-tokens if steps really take that long"
+            )
+
+    # -- what it is told --
+
+    def handle(self, command: Command) -> None:
+        """Do what the coordinator says. Returns at once."""
+        if isinstance(command, Assign):
+            self._count(command.num_rows)
+            self._feeder.submit(command)
+        elif isinstance(command, Adopt):
+            self._adopt(command.parcels)
+        elif isinstance(command, Give):
+            self._engine.call(lambda: self._give(command))
+            self._requests.wake()
+        elif isinstance(command, Finish):
+            self._feeder.close()
+        else:
+            self._interrupt()
+
+    def _count(self, num_rows: int) -> None:
+        with self._lock:
+            self._num_rows += num_rows
+
+    def _adopt(self, parcels: Sequence[Parcel]) -> None:
+        self._count(len(parcels))
+        for parcel in parcels:
+            self._in_flight[parcel.ref.row_id] = parcel.ref
+        self._requests.put_first(
+            [
+                Request(
+                    request_id=RequestId(parcel.ref.row_id),
+                    prompt_token_ids=parcel.prompt_token_ids,
+                    sampling=self._sampling,
+                    grammar=self._grammar,
+                    resume=parcel.resume,
+                )
+                for parcel in parcels
+            ]
+        )
+
+    def _give(self, wanted: Give) -> None:
+        """Give work away: what is read last first, then what waits, then what runs. In the engine's
+        thread.
+        """
+        pool = self._pool()
+        mean_s = pool.mean_s
+        left_s = wanted.share_s
+        unread: list[Assign] = []
+        requests: list[Request] = []
+        if mean_s > 0:
+            unread = self._feeder.take_back(int(left_s / mean_s))
+            left_s -= mean_s * sum(part.num_rows for part in unread)
+            requests = self._requests.take_back(max(0, int(left_s / mean_s)))
+            left_s -= mean_s * len(requests)
+        requests += self._take_out(pool, left_s, wanted.kv_bytes_per_s)
+        parcels = tuple(
+            Parcel(
+                self._in_flight.pop(request.request_id),
+                tuple(request.prompt_token_ids),
+                request.resume,
+            )
+            for request in requests
+        )
+        given = Given(parcels, tuple(unread))
+        self._count(-given.num_rows)
+        self._emit(given)
+
+    def _take_out(self, pool: _Pool, share_s: float, kv_bytes_per_s: float) -> list[Request]:
+        """Sequences of the engine: of those that wait, and where they are not enough, of all."""
+        cost, info = pool.cost, self._engine.backend.info
+
+        def with_kv(seq: Seq) -> bool:
+            return kv_bytes_per_s > 0 and carries_kv(
+                seq.num_tokens,
+                token_s=cost.beta_p,
+                token_bytes=info.kv_bytes_per_token,
+                bytes_per_s=kv_bytes_per_s,
+            )
+
+        waits = [index for index, seq in enumerate(pool.seqs) if seq.started_s is None]
+        waiting_s = sum(pool.parts[index].work_s for index in waits)
+        if waiting_s >= share_s:
+            chosen = [waits[i] for i in choose_share([pool.parts[i] for i in waits], share_s)]
+        else:
+            runs = [index for index, seq in enumerate(pool.seqs) if seq.started_s is not None]
+            picked = choose_share([pool.parts[i] for i in runs], share_s - waiting_s)
+            chosen = [*waits, *(runs[i] for i in picked)]
+        ids = [pool.seqs[index].request.request_id for index in chosen]
+        return self._engine.take_out(ids, with_kv=with_kv)
+
+    # -- what it tells --
+
+    def _on_start(self, request_ids: list[RequestId]) -> None:
+        self._emit(Started(tuple(self._in_flight[request_id] for request_id in request_ids)))
+
+    def _on_step(self, step: StepRecord) -> None:
+        self._outbox.put([step])
+        self._busy_s += step.elapsed_s
+        self._num_tokens += step.num_prefill_tokens + step.num_decode_tokens
+        if self._setup.reports and self._clock() >= self._measured_s + REPORT_S:
+            self._measured_s = self._clock()
+            self._load = self._pool().load(self._num_rows)
+
+    def _pool(self) -> _Pool:
+        """The engine's open rows and what they will cost. In the engine's thread."""
+        cost = self._estimator.cost or self._flat_cost()
+        lengths = OutputLengths(item.num_output_tokens for item in self._estimator.lengths.items)
+        seqs = self._engine.open_sequences()
+        return _Pool(seqs, [part_of(seq, lengths, cost) for seq in seqs], cost)
+
+    def _flat_cost(self) -> StepCost:
+        """Until prefill and decode have both been measured: a token is a token."""
+        token_s = self._busy_s / max(1, self._num_tokens)
+        return StepCost(
+            alpha_p=0.0, beta_p=token_s, alpha_d=0.0, beta_d=token_s, alpha_mb=0.0, mix_a=token_s
+        )
+
+    def _tell(self) -> None:
+        """The outlet: send what comes, in batches, until all has been sent."""
+        try:
+            while True:
+                finishing = self._outlet_finishing
+                items = self._outbox.take(timeout_s=0.1)
+                self._send(items)
+                if self._setup.reports:
+                    self._send_report()
+                if finishing and not len(self._outbox):
+                    return
+        finally:
+            self._outbox.stop()
+
+    def _send(self, items: Sequence[Item]) -> None:
+        records: list[StepRecord | EventRecord] = []
+        rows: list[Answered | Settled] = []
+        for item in items:
+            if isinstance(item, StepRecord | EventRecord):
+                records.append(item)
+            else:
+                rows.append(item)
+        if rows:
+            with self._outlet_meter("detokenising"):
+                made = tuple(self._to_rows(rows))
+            self._count(-len(made))
+            self._emit(Rows(made))
+        if records:
+            self._emit(Steps(tuple(records)))
+
+    def _send_report(self) -> None:
+        now_s = self._clock()
+        if now_s < self._told_s + REPORT_S:
+            return
+        self._told_s = now_s
+        works = ()
+        if now_s >= self._told_works_s + WORKS_S:
+            self._told_works_s, works = now_s, tuple(self._busy.works())
+        load = self._load if self._num_rows else Load()
+        self._emit(Report(load._replace(num_rows=self._num_rows), works))
+
+
+class _Pool(NamedTuple):
+    """The engine's open rows, and what each will cost."""
+
+    seqs: list[Seq]
+    parts: list[Part]
+    cost: StepCost
+
+    @property
+    def mean_s(self) -> float:
+        """Seconds of work of a row that has not started."""
+        fresh = [
+            part.work_s
+            for seq, part in zip(self.seqs, self.parts, strict=True)
+            if seq.started_s is None
+        ] or [part.work_s for part in self.parts]
+        return sum(fresh) / len(fresh) if fresh else 0.0
+
+    def load(self, num_rows: int) -> Load:
+        """With the rows that have not come to the engine yet."""
+        known = load_of(self.parts, self.cost)
+        outside = max(0, num_rows - len(self.parts))
+        return Load(num_rows, known.serial_s, known.work_s + outside * self.mean_s)
+
+
+class _AllBut:
+    """All numbers but some."""
+
+    def __init__(self, some: frozenset[int]) -> None:
+        self._some = some
+
+    def __contains__(self, number: object) -> bool:
+        return number not in self._some
