@@ -38,8 +38,8 @@ def accept_flows(words: list[str]) -> None:
         return
     assert command is not None, f"flows has no command {words[0]}"
     known = {name for parameter in command.params for name in parameter.opts}
-    for kind, option in ANNOUNCED:
-        if (kind, option) in ANNOUNCED and option not in known and option in words:
+    for _, option in ANNOUNCED:
+        if option in words and option not in known:
             at = words.index(option)
             words = [*words[:at], *words[at + 2 :]]
     command.make_context(words[0], words[1:])

@@ -150,3 +150,17 @@ def test_both_images_are_of_one_base_and_cpu_is_the_default() -> None:
     stages = dockerfile_stages()
     assert [values_of(stage, "FROM")[0].split()[0] for stage in FINAL] == ["base", "base"]
     assert list(stages)[-1] == "cpu"
+
+
+def test_login_shells_find_the_programs_too(tmp_path: Path) -> None:
+    """Ray and KubeRay start commands in login shells, whose path is not that of ENV."""
+    step = values_of("base", "RUN")[0]
+    (written,) = re.findall(r"(echo [^&]*) > /etc/profile\.d/\w+\.sh", step)
+    done = subprocess.run(
+        ["/bin/sh", "-c", f"{written} > line; . ./line; echo $PATH"],
+        cwd=tmp_path, capture_output=True, text=True, check=True, timeout=10,
+        env={"PATH": "/usr/bin:/bin"},
+    )  # fmt: skip
+    assert done.stdout.strip() == "/opt/headrace/bin:/usr/bin:/bin"
+    first = next(pair for pair in shlex.split(values_of("base", "ENV")[0]) if pair[:5] == "PATH=")
+    assert first == "PATH=/opt/headrace/bin:$PATH"
