@@ -25,6 +25,9 @@ START_S = 90.0
 STOP_S = 15.0
 """Patience with one that is told to end, before it is killed."""
 
+PARTS = ("master", "volume", "filer", "s3")
+"""Of the S3 server; each listens on two ports."""
+
 
 def free_ports(number: int) -> list[int]:
     """Ports that nothing listens on."""
@@ -119,22 +122,25 @@ def composed_s3(folder: Path) -> Generator[ComposedS3]:
     service, identities = compose()["services"]["seaweedfs"], folder / "s3.json"
     identities.write_text(compose()["configs"]["s3-identities"]["content"])
     (folder / "data").mkdir()
-    names = ("master", "master.grpc", "volume", "volume.grpc", "filer", "filer.grpc", "s3", "s3.grpc")
-    ports = dict(zip(names, free_ports(len(names)), strict=True))
-    # The last of two equal options holds, as with the image's own.
-    own = {f"{name.partition('.')[0]}.port{name[len(name.partition('.')[0]) :]}": port
-           for name, port in ports.items()}  # fmt: skip
+    options = [f"{part}.port{kind}" for part in PARTS for kind in ("", ".grpc")]
+    ports = dict(zip(options, free_ports(len(options)), strict=True))
     words = [word for word in service["command"] if not word.startswith("-ip")]
-    here = [f"-dir={folder / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
-            f"-s3.config={identities}", *(f"-{name}={port}" for name, port in own.items())]  # fmt: skip
-    health = _health_url(service, ports["s3"])
+    # The last of two equal options holds, as with the image's own.
+    here = [
+        f"-dir={folder / 'data'}",
+        "-ip=127.0.0.1",
+        "-ip.bind=127.0.0.1",
+        f"-s3.config={identities}",
+        *(f"-{option}={port}" for option, port in ports.items()),
+    ]
+    health = _health_url(service, ports["s3.port"])
     with running([str(BIN / "weed"), *words, *here], log=folder / "weed.log", url=health) as weed:
         example = example_environment()
         yield ComposedS3(
-            endpoint=f"http://127.0.0.1:{ports['s3']}",
+            endpoint=f"http://127.0.0.1:{ports['s3.port']}",
             masters=(
-                f"127.0.0.1:{ports['master']}.{ports['master.grpc']}",
-                f"127.0.0.1:{ports['filer']}.{ports['filer.grpc']}",
+                f"127.0.0.1:{ports['master.port']}.{ports['master.port.grpc']}",
+                f"127.0.0.1:{ports['filer.port']}.{ports['filer.port.grpc']}",
             ),
             key=example["S3_ACCESS_KEY"],
             secret=example["S3_SECRET_KEY"],
@@ -176,8 +182,9 @@ def composed_prefect(folder: Path, database_url: str | None = None) -> Generator
     """The service `prefect-server`; on SQLite unless it is given a database."""
     service = compose()["services"]["prefect-server"]
     (port,) = free_ports(1)
-    words = [*service["command"][1:], "--host", "127.0.0.1", "--port", str(port)]
-    words = words[: words.index("--host")] + words[-4:]
+    command: list[str] = service["command"]
+    start = command[1 : command.index("--host")]
+    words = [*start, "--host", "127.0.0.1", "--port", str(port)]
     env = {
         **{name: str(value) for name, value in service["environment"].items()},
         "PREFECT_HOME": str(folder / "prefect-home"),
