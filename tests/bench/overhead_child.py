@@ -44,7 +44,7 @@ def run_flow(spec_file: Path) -> dict[str, object]:
     code = run_as_flow(spec, make_flow(make_runner))
     total_s = time.monotonic() - started_s
     status = read_status(spec.output)
-    return {"code": code, "total_s": total_s, "num_rows": status.num_done}
+    return {"code": code, "total_s": total_s, "num_rows": status.committed_rows}
 
 
 def run_engine(source: Path) -> dict[str, object]:
