@@ -1,8 +1,8 @@
-"""What a row costs beside the engine: a million rows through flow, shards, S3 and DuckDB.
+"""What a row costs beside the engine: 1 M rows through flow, shards, S3 and DuckDB.
 
     python -m tests.bench.overhead --json FILE [--quick] [--rounds N] [--local]
 
-The fake model costs nothing, so a job's time is the engine's loop and everything around it. The same
+The fake model costs nothing: a job's time is the engine's loop and everything around it. The same
 rows through the engine alone, in turns with the jobs, tell the two apart. Memory of the job's
 process is read from outside, ten times a second; calls to the Prefect server are the lines of its
 access log; CPU seconds are those of each process with its children. With --local input and output
@@ -242,9 +242,7 @@ def figures(jobs: Sequence[JobRun], engines: Sequence[EngineRun]) -> dict[str, f
         "job_us": job_us,
         "engine_us": engine_us,
         "overhead_us": job_us - engine_us,
-        **{
-            f"{name}_cpu_us": a_row([job.cpu_s[name] for job in jobs]) for name in jobs[0].cpu_s
-        },
+        **{f"{name}_cpu_us": a_row([job.cpu_s[name] for job in jobs]) for name in jobs[0].cpu_s},
         "prefect_calls": median(job.num_calls for job in jobs),
         "peak_bytes": median(max(size for _, size in job.memory) for job in jobs),
         "memory_growth": median(job.memory_growth for job in jobs),

@@ -1,7 +1,7 @@
 """The processes that `tests.bench.overhead` watches. Each prints one line of JSON.
 
-`job SPEC`: the job as a Prefect flow with the fake model. `engine SOURCE`: the same rows through the
-engine alone, its time without reading, tokenising and handing out.
+`job SPEC`: the job as a Prefect flow with the fake model. `engine SOURCE`: the same rows
+through the engine alone, its time without reading, tokenising and handing out.
 """
 
 from __future__ import annotations

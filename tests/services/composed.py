@@ -167,7 +167,7 @@ class ComposedPrefect:
     pid: int
 
     def calls(self) -> dict[str, int]:
-        """Requests to the API so far, by method and kind of path; its own health checks left out."""
+        """Requests to the API so far, by method and kind of path, but for health checks."""
         found: dict[str, int] = {}
         text = self.log.read_text(errors="replace")
         for method, path in re.findall(r'"(GET|POST|PATCH|PUT|DELETE) /api(/\S*) HTTP', text):

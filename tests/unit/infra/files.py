@@ -272,14 +272,12 @@ def commands() -> list[Command]:
             found.append(command_of(f"compose.yaml {name}", argv))
         if check := service.get("healthcheck"):
             found.append(command_of(f"compose.yaml {name} health", check["test"][1:]))
-    for pod in pods():
-        if argv := pod_argv(pod):
-            found.append(command_of(pod.source, argv))
+    found += [command_of(pod.source, argv) for pod in pods() if (argv := pod_argv(pod))]
     entrypoint = manifest("rayjob.yaml", "RayJob")["spec"]["entrypoint"]
     found.append(command_of("rayjob.yaml entrypoint", shlex.split(entrypoint)))
     ray = yaml.safe_load((INFRA / "ray" / "cluster.yaml").read_text())
-    for line in (*ray["head_start_ray_commands"], *ray["worker_start_ray_commands"]):
-        found.append(command_of("ray/cluster.yaml", shlex.split(line)))
+    lines = (*ray["head_start_ray_commands"], *ray["worker_start_ray_commands"])
+    found += [command_of("ray/cluster.yaml", shlex.split(line)) for line in lines]
     unit = unit_options("headrace@.service")
     found.append(command_of("headrace@.service", shlex.split(unit["Service", "ExecStart"][0])))
     return found

@@ -1,4 +1,4 @@
-"""Whether a program would accept its words: asked of the program's own parser, without running it."""
+"""Whether a program would take its words: asked of its own parser, without running it."""
 
 from __future__ import annotations
 

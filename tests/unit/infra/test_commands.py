@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 
 from tests.unit.infra.files import (
@@ -49,9 +48,7 @@ def test_programs_that_matter_are_among_them() -> None:
     ids=" ".join,
 )
 def test_wrong_words_are_not_accepted(argv: list[str]) -> None:
-    from cyclopts import CycloptsError
-
-    with pytest.raises((AssertionError, click.ClickException, CycloptsError)):
+    with pytest.raises(Exception, match=r"(?i)no.such|integer"):
         accept(argv)
 
 

@@ -146,7 +146,9 @@ def test_hosts_that_services_name_are_services() -> None:
         for key in ("environment", "command")
         for text in texts(service.get(key, {}))
     ]
-    named = {host for text in parts for host in re.findall(r"(?:://(?:\S+@)?|=)([a-z0-9-]+):\d", text)}
+    named = {
+        host for text in parts for host in re.findall(r"(?:://(?:\S+@)?|=)([a-z0-9-]+):\d", text)
+    }
     assert named == {"postgres", "prefect-server", "seaweedfs"}
     assert named <= SERVICES.keys()
 

@@ -18,6 +18,7 @@ from tests.unit.infra.files import (
     manifest,
     pods,
     unit_options,
+    values_of,
 )
 
 BY_IMAGES = {
@@ -35,16 +36,20 @@ BY_IMAGES = {
 }
 
 
-def set_variables() -> Iterator[tuple[str, str]]:
-    """Where a variable is set, and its name."""
-    for stage, instructions in dockerfile_stages().items():
-        for one in instructions:
-            if one.name == "ENV":
-                for pair in shlex.split(one.value):
-                    yield f"Dockerfile {stage}", pair.partition("=")[0]
+def set_by_images() -> Iterator[tuple[str, str]]:
+    """Where the Dockerfile and the compose file set a variable, and its name."""
+    for stage in dockerfile_stages():
+        for line in values_of(stage, "ENV"):
+            for pair in shlex.split(line):
+                yield f"Dockerfile {stage}", pair.partition("=")[0]
     for name, service in compose()["services"].items():
         for variable in service.get("environment", {}):
             yield f"compose.yaml {name}", variable
+
+
+def set_variables() -> Iterator[tuple[str, str]]:
+    """Where a variable is set, and its name."""
+    yield from set_by_images()
     for pod in pods():
         for one in pod.container.get("env", []):
             yield pod.source, one["name"]

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import re
 from datetime import datetime, timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -151,7 +152,7 @@ def nightly_day(tmp_path: Path, job_name: str) -> str:
     zone = manifest("nightly.yaml", "CronJob")["spec"]["timeZone"]
     environment = {"JOB_NAME": job_name, "TZ": zone}
     (argv,) = run_recorded(script, tmp_path, ["flows"], environment)
-    options = dict(zip(argv[1:-1], argv[2:], strict=True))
+    options = dict(pairwise(argv))
     (day,) = set(re.findall(r"date=([\d-]+)/", " ".join(argv)))
     assert options["run"] == f"s3://bucket/reviews/date={day}/"
     assert options["--output"] == f"s3://bucket/summaries/date={day}/"
@@ -215,12 +216,16 @@ def test_work_pool_job_has_the_gpus_it_is_given(gpus: int | None) -> None:
 
 def test_work_pool_job_is_what_prefect_makes_of_it() -> None:
     """Rendered and prepared by Prefect's own Kubernetes worker code, for a flow run."""
+    from prefect.client.orchestration import PrefectClient
     from prefect.client.schemas.objects import FlowRun
     from prefect_kubernetes.worker import KubernetesWorkerJobConfiguration
 
     values = {"gpu_limit": 1, "env": {"HF_HUB_OFFLINE": "1"}, "image": "registry/headrace:cuda"}
+    client = PrefectClient("http://127.0.0.1:9/api")  # never asked: the template names no block
     configuration = asyncio.run(
-        KubernetesWorkerJobConfiguration.from_template_and_values(work_pool(), values)
+        KubernetesWorkerJobConfiguration.from_template_and_values(
+            work_pool(), values, client=client
+        )
     )
     configuration.prepare_for_flow_run(FlowRun(id=uuid4(), flow_id=uuid4(), name="nightly"))
     job = copy.deepcopy(configuration.job_manifest)

@@ -29,12 +29,9 @@ def test_ray_prepares_it_as_a_cluster_of_machines_that_are_there() -> None:
     prepared = prepare_config(json.loads(json.dumps(CLUSTER)))
     validate_config(prepared)
     assert prepared["provider"]["worker_ips"] == CLUSTER["provider"]["worker_ips"]
-    assert prepared["max_workers"] == len(CLUSTER["provider"]["worker_ips"])
-
-
-def test_all_machines_are_used() -> None:
-    assert CLUSTER["min_workers"] == CLUSTER["max_workers"]
-    assert CLUSTER["min_workers"] == len(CLUSTER["provider"]["worker_ips"])
+    (kind,) = prepared["available_node_types"].values()
+    num_machines = len(CLUSTER["provider"]["worker_ips"])
+    assert (kind["min_workers"], kind["max_workers"]) == (num_machines, num_machines)
 
 
 def test_container_runs_rays_shell_and_not_flows() -> None:
