@@ -22,7 +22,7 @@ from tests.unit.infra.files import BIN, compose, example_environment
 START_S = 90.0
 """Patience with a service that starts."""
 
-STOP_S = 15.0
+STOP_S = 5.0
 """Patience with one that is told to end, before it is killed."""
 
 PARTS = ("master", "volume", "filer", "s3")

@@ -39,7 +39,7 @@ def test_overhead_is_what_a_job_takes_beyond_the_engine() -> None:
     assert found["prefect_calls"] == 7
 
 
-def test_memory_growth_starts_where_a_tenth_of_the_job_is_done() -> None:
+def test_memory_growth_is_from_the_first_half_to_the_second() -> None:
     assert job().memory_growth == pytest.approx(1.05)
     grown = job(memory=[(0.5, 100 * MIB), (10.0, 300 * MIB)])
     assert grown.memory_growth == pytest.approx(3.0)

@@ -17,6 +17,7 @@ from packaging.specifiers import SpecifierSet
 from tests.unit.infra.files import BIN, INFRA, PROJECT, ROOT, dockerfile_stages, values_of
 
 FINAL = ("cpu", "cuda")
+OUTSIDE = {"dev": "tools", "demo": "the same as gguf", "ray": "a part of cluster"}
 CONTEXT = {
     "constraints.txt", "LICENSE", "pyproject.toml", "README.md",
     "flows", "schedulers", "storage", "workers",
@@ -107,13 +108,22 @@ def test_requirements_are_the_projects_and_the_extras(tmp_path: Path) -> None:
     environment = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "EXTRAS": default("EXTRAS")}
     subprocess.run(["/bin/sh", "-c", script], cwd=tmp_path, env=environment, check=True, timeout=30)
     extras = PROJECT["optional-dependencies"]
-    wanted = [
-        *PROJECT["dependencies"],
-        *(one for name in default("EXTRAS").split(",") for one in extras[name]),
-    ]
+    groups = [PROJECT["dependencies"], *(extras[name] for name in chosen())]
+    every = [one for group in groups for one in group]
     made = (tmp_path / "requirements.txt").read_text().splitlines()
-    assert made == wanted
-    assert [one for one in made if one.startswith("headrace")] == [], "an extra of extras"
+    assert made == [one for one in every if not one.startswith("headrace[")]
+
+
+def chosen() -> list[str]:
+    return default("EXTRAS").split(",")
+
+
+def test_image_has_every_extra_but_those_of_development() -> None:
+    extras: dict[str, list[str]] = PROJECT["optional-dependencies"]
+    assert set(chosen()) == extras.keys() - OUTSIDE.keys()
+    for name in chosen():
+        inner = re.findall(r"^headrace\[(.*)\]", "\n".join(extras[name]), re.MULTILINE)
+        assert {part for parts in inner for part in parts.split(",")} <= set(chosen())
 
 
 def test_packages_come_from_the_pins_or_from_the_wheel() -> None:

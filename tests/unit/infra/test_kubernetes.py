@@ -14,7 +14,6 @@ from zoneinfo import ZoneInfo
 
 import kubernetes_validate
 import pytest
-import yaml
 from cronsim import CronSim
 
 from flows.cli import USAGE
@@ -240,13 +239,16 @@ def test_work_pool_job_is_what_prefect_makes_of_it() -> None:
     validate(job)
 
 
-def test_prefect_worker_watches_where_it_may() -> None:
+def test_prefect_worker_watches_where_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    from prefect_kubernetes.settings import KubernetesObserverSettings
+
     deployment = manifest("prefect-worker.yaml", "Deployment")
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     environment = {one["name"]: one["value"] for one in container["env"]}
-    namespaces = yaml.safe_load(environment["PREFECT_INTEGRATIONS_KUBERNETES_OBSERVER_NAMESPACES"])
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     role = manifest("prefect-worker.yaml", "Role")
-    assert namespaces == [role["metadata"]["namespace"]]
+    assert KubernetesObserverSettings().namespaces == {role["metadata"]["namespace"]}
     pool = work_pool()["variables"]["properties"]
     assert pool["namespace"]["default"] == role["metadata"]["namespace"]
     image, _, tag = container["image"].partition(":")
