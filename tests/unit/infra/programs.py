@@ -39,7 +39,7 @@ def accept_flows(words: list[str]) -> None:
     assert command is not None, f"flows has no command {words[0]}"
     known = {name for parameter in command.params for name in parameter.opts}
     for _, option in ANNOUNCED:
-        if option in words and option not in known:
+        if option.startswith("--") and option in words and option not in known:
             at = words.index(option)
             words = [*words[:at], *words[at + 2 :]]
     command.make_context(words[0], words[1:])
