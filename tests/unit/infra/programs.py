@@ -14,6 +14,13 @@ from tests.unit.infra.files import BIN
 ANNOUNCED = {("flows", "deploy"), ("flows", "--cluster")}
 """Commands and options of `flows` that this issue builds beside infra/; empty once they are in."""
 
+ANNOUNCED_FILES = {
+    "infra/prefect.yaml",
+    "infra/automations/zombies.yaml",
+    "infra/automations/error-rate.yaml",
+}
+"""The same of files."""
+
 
 def accept(argv: Sequence[str]) -> None:
     """Returns when the program takes these words.
