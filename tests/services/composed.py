@@ -133,7 +133,7 @@ def composed_s3(folder: Path) -> Generator[ComposedS3]:
         f"-s3.config={identities}",
         *(f"-{option}={port}" for option, port in ports.items()),
     ]
-    health = _health_url(service, ports["s3.port"])
+    health = health_url(service, ports["s3.port"])
     with running([str(BIN / "weed"), *words, *here], log=folder / "weed.log", url=health) as weed:
         example = example_environment()
         yield ComposedS3(
@@ -149,7 +149,7 @@ def composed_s3(folder: Path) -> Generator[ComposedS3]:
         )
 
 
-def _health_url(service: Mapping[str, Any], port: int) -> str:
+def health_url(service: Mapping[str, Any], port: int) -> str:
     """What the service's health check asks, at another port."""
     (url,) = re.findall(r"http://[^\s\"']+", " ".join(service["healthcheck"]["test"]))
     return re.sub(r":\d+/", f":{port}/", url)
@@ -193,6 +193,6 @@ def composed_prefect(folder: Path, database_url: str | None = None) -> Generator
         "PREFECT_SERVER_DATABASE_CONNECTION_URL": database_url
         or f"sqlite+aiosqlite:///{folder / 'prefect.db'}",
     }
-    log, health = folder / "prefect-server.log", _health_url(service, port)
+    log, health = folder / "prefect-server.log", health_url(service, port)
     with running([str(BIN / "prefect"), *words], log=log, url=health, env=env) as server:
         yield ComposedPrefect(api_url=f"http://127.0.0.1:{port}/api", log=log, pid=server.pid)
