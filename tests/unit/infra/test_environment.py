@@ -98,6 +98,8 @@ def is_read(name: str) -> bool:
             return name in named_in("botocore", r"['\"](AWS_[A-Z_]+)['\"]")
         case "HF":
             return name in named_in("huggingface_hub", r"['\"](HF_[A-Z_]+)['\"]")
+        case "RAY":
+            return name in named_in("ray._common.usage", r"['\"](RAY_[A-Z_]+)['\"]")
         case "PIP":
             return reads_pip(name)
         case "HEADRACE":
@@ -115,7 +117,16 @@ def test_variable_is_read(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["PREFECT_NO_SUCH", "AWS_NO_SUCH", "HF_NO_SUCH", "PIP_NO_SUCH", "HEADRACE_NO_SUCH", "X"]
+    "name",
+    [
+        "PREFECT_NO_SUCH",
+        "AWS_NO_SUCH",
+        "HF_NO_SUCH",
+        "PIP_NO_SUCH",
+        "RAY_NO_SUCH",
+        "HEADRACE_NO_SUCH",
+        "X",
+    ],
 )
 def test_variable_that_nobody_reads_is_found(name: str) -> None:
     assert not is_read(name)
