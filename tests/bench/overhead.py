@@ -269,6 +269,15 @@ def checks_of(jobs: Sequence[JobRun], engines: Sequence[EngineRun]) -> list[Chec
     ]
 
 
+def thinned(memory: Sequence[tuple[float, int]], most: int = 200) -> list[tuple[float, int]]:
+    """The highest readings of at most `most` stretches, for the report."""
+    size = -(-len(memory) // most) or 1
+    return [
+        max(memory[start : start + size], key=lambda reading: reading[1])
+        for start in range(0, len(memory), size)
+    ]
+
+
 def show(console: Console, jobs: Sequence[JobRun], engines: Sequence[EngineRun]) -> None:
     found = figures(jobs, engines)
     table = Table(title="A row, in microseconds", title_justify="left")
@@ -308,7 +317,7 @@ def main() -> None:
             "local": options.local,
         },
         runs=[
-            *({"side": "job", **asdict(job)} for job in jobs),
+            *({"side": "job", **asdict(job), "memory": thinned(job.memory)} for job in jobs),
             *({"side": "engine", **asdict(engine)} for engine in engines),
         ],
         summary=figures(jobs, engines),

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from tests.bench.overhead import EngineRun, JobRun, checks_of, cpu_seconds, figures, watched
+from tests.bench.overhead import (
+    EngineRun,
+    JobRun,
+    checks_of,
+    cpu_seconds,
+    figures,
+    thinned,
+    watched,
+)
 from tests.services.composed import ComposedPrefect
 
 MIB = 1 << 20
@@ -43,6 +51,14 @@ def test_memory_growth_is_from_the_first_half_to_the_second() -> None:
     assert job().memory_growth == pytest.approx(1.05)
     grown = job(memory=[(0.5, 100 * MIB), (10.0, 300 * MIB)])
     assert grown.memory_growth == pytest.approx(3.0)
+
+
+def test_thinned_memory_keeps_the_highest_of_each_stretch() -> None:
+    memory = [(float(at), (at * 7) % 10) for at in range(100)]
+    kept = thinned(memory, 10)
+    assert kept == [max(memory[i : i + 10], key=lambda one: one[1]) for i in range(0, 100, 10)]
+    assert thinned(memory, 1000) == memory
+    assert thinned([], 10) == []
 
 
 def test_checks_fail_when_memory_grows_and_calls_are_many() -> None:
