@@ -7,7 +7,8 @@ rows, though all shards look alike beforehand; with and without moving work. The
 what one such worker takes. Seconds are from the first step of any engine to the last one's end.
 
 Simulated: 128 workers, outputs whose 99th percentile is 3.78 times the 95th and whose longest is
-9.2 times as long (`batchgen.md`, the production trace), the same router in virtual time.
+9.2 times as long (`batchgen.md`, the production trace), the longest of all in the last shards; the
+same router in virtual time.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ SPREAD = math.log(P99_BY_P95) / (_NORMAL.inv_cdf(0.99) - _NORMAL.inv_cdf(0.95))
 P95_TOKENS = 1024
 NUM_WORKERS = 128
 SHARD_ROWS = 256
+LAST_SHARE = 1 / 64
+"""Of the rows: the longest ones, which come last."""
 
 
 # -- real --
@@ -148,17 +151,22 @@ def figures(database: Path) -> dict[str, object]:
 
 
 def tail_rows(count: int, seed: int = 0) -> list[SimRow]:
-    """Outputs as the production trace has them; prompts of 128 to 1024 tokens."""
+    """Outputs as the production trace has them, the longest last; prompts of 128 to 1024 tokens."""
     rng = random.Random(seed)
     median_tokens = P95_TOKENS / math.exp(SPREAD * _NORMAL.inv_cdf(0.95))
     longest = round(LONGEST_BY_P95 * P95_TOKENS)
-    return [
+    rows = [
         SimRow(
             rng.randint(128, 1024),
             min(longest, max(1, round(rng.lognormvariate(math.log(median_tokens), SPREAD)))),
         )
         for _ in range(count)
     ]
+    rows.sort(key=lambda row: row.num_output_tokens)
+    at = count - int(count * LAST_SHARE)
+    most, last = rows[:at], rows[at:]
+    rng.shuffle(most)
+    return most + last
 
 
 def simulate(num_rows: int, *, steal: bool, carries_kv: bool = True) -> FleetResult:
