@@ -187,7 +187,7 @@ def main() -> None:
     args = arguments(__doc__)
     rounds = args.rounds or (1 if args.quick else 3)
     num_short, num_long = (60, 12) if args.quick else (240, 40)
-    num_rows = NUM_WORKERS * (512 if args.quick else 2048)
+    num_rows = NUM_WORKERS * (512 if args.quick else 4096)
     machine = measure_machine()
     runs: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as folder:
