@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flows.credentials import storage_options
 from flows.fingerprint import Fingerprint, fingerprint
 from flows.model import Model
 from flows.prompts import PromptRenderer, check_columns
@@ -45,9 +46,13 @@ def prepare(spec: JobSpec) -> PreparedJob:
 
     Raises:
         InputError: the input cannot be read.
-        SpecError: the job does not fit it.
+        SpecError: the job does not fit it, or its credentials cannot be had.
     """
-    dataset = open_dataset(spec.input, id_column=spec.id_column)
+    dataset = open_dataset(
+        spec.input,
+        id_column=spec.id_column,
+        storage_options=storage_options(spec.credentials, spec.input),
+    )
     check_columns(spec, dataset.schema)
     renderer = PromptRenderer(spec, dataset.schema)
     check_schema(spec)
