@@ -138,8 +138,8 @@ def _reason(fault: BaseException, asked: Asked, endpoint: str, tried: str) -> st
     code, kind = code_of(fault), kind_of(fault)
     if kind == "transient":
         return (
-            f"{endpoint} did not do it in {tried} (last answer: {_shown(fault)}); run the same "
-            "command again when the server is well"
+            f"{endpoint} did not do it in {tried} (last: {f'{code} {_shown(fault)}'.strip()}); run "
+            "the same command again when the server is well"
         )
     if kind == "expired":
         return (

@@ -193,6 +193,9 @@ def test_a_server_that_is_gone_for_30_s_ends_nothing(
     bucket: Bucket, s3_server: SeaweedServer, tmp_path: Path
 ) -> None:
     """Killed as by a power cut in the middle of a job, and started again on the same data."""
+    whole = bucket.spec(1500, "whole", shard_tokens=6000)
+    one_pass = Witness()
+    run_job(whole, model=fake_model(on_execute=one_pass))
     spec, log = bucket.spec(1500, shard_tokens=6000), TokenLog(tmp_path / "tokens.log")
     with subprocess.Popen(
         bucket.command(spec, log, "--delay-s", "0.03"),
@@ -209,9 +212,8 @@ def test_a_server_that_is_gone_for_30_s_ends_nothing(
     assert child.returncode == 0, said
     assert "trying again for up to 90 s" in said
     check_all(bucket.rows(spec), 1500)
-    rows = bucket.rows(spec)
-    spent = sum(row["prompt_tokens"] + row["completion_tokens"] - 1 for row in rows)
-    assert log.total() == spent, "nothing was computed twice"
+    assert comparable(bucket.rows(spec)) == comparable(bucket.rows(whole))
+    assert log.total() <= 1.02 * one_pass.num_tokens, "rows were computed twice"
     assert read_status(spec.output).complete
 
 

@@ -80,11 +80,12 @@ def test_files_are_written_read_listed_and_deleted(store: ObjectStore) -> None:
 def test_c48_every_operation_survives_every_transient_fault(
     store: ObjectStore, proxy: FaultProxy, kind: FaultKind
 ) -> None:
-    """Each request fails twice before it is let through."""
+    """The first two requests of each operation fail. Only what has a body can be cut short."""
+    method, at_least = ("GET", 6) if kind == "truncate" else (None, 14)
 
     def twice() -> None:
         proxy.clear()
-        proxy.add(kind, times=2)
+        proxy.add(kind, times=2, method=method)
 
     data = os.urandom(100_000)
     twice()
@@ -113,8 +114,8 @@ def test_c48_every_operation_survives_every_transient_fault(
     store.delete_folder("a")
     proxy.clear()
     assert store.list("a") == [] and not store.exists("only")
-    assert proxy.num_faults >= 14
-    assert store.fs.retry_log.num_retries >= 14
+    assert proxy.num_faults >= at_least
+    assert store.fs.retry_log.num_retries >= at_least
 
 
 def test_a_file_is_not_there_before_its_block_ends(store: ObjectStore, s3_bucket: str) -> None:
@@ -383,7 +384,7 @@ def test_of_processes_that_start_together_one_is_accepted_and_the_rest_are_told(
 def wait_for_end(child: subprocess.Popen[str]) -> bool:
     """True when it was refused; one that holds the lease waits."""
     try:
-        return child.wait(10) == 2
+        return child.wait(5) == 2
     except subprocess.TimeoutExpired:
         return False
 

@@ -153,7 +153,6 @@ class FaultProxy:
                     if fault.times is not None:
                         fault.times -= 1
                     self.faults[fault.kind] += 1
-                    fault.on_fault()
                     return fault
         return None
 
@@ -161,6 +160,8 @@ class FaultProxy:
         body = await request.read()
         fault = self._pick(request)
         kind = None if fault is None else fault.kind
+        if fault is not None:  # not in this thread: it may send requests through here itself
+            await asyncio.to_thread(fault.on_fault)
         if kind in ANSWERS:
             return _refusal(*ANSWERS[kind])
         if kind == "drop_before":
