@@ -274,7 +274,7 @@ class S3(S3FileSystem):
     def replace_version(self, path: str, tag: str, data: bytes) -> bool:
         bucket, _, key = path.partition("/")
         try:
-            self._if_match("put_object", tag, Bucket=bucket, Key=key, Body=data)
+            self.call_s3("put_object", Bucket=bucket, Key=key, Body=data, IfMatch=tag)
         except (FileExistsError, FileNotFoundError):
             return self._holds(path, data)
         return True
@@ -282,20 +282,12 @@ class S3(S3FileSystem):
     def delete_version(self, path: str, tag: str) -> bool:
         bucket, _, key = path.partition("/")
         try:
-            self._if_match("delete_object", tag, Bucket=bucket, Key=key)
+            self.call_s3("delete_object", Bucket=bucket, Key=key, IfMatch=tag)
         except FileExistsError:
             return self.read_version(path) is None
         except FileNotFoundError:
             return True
         return True
-
-    def _if_match(self, method: str, tag: str, **kwargs: Any) -> None:
-        """A request on condition that the object is still the one of this tag.
-
-        Raises:
-            FileExistsError: it is another one.
-        """
-        self.call_s3(method, IfMatch=tag, **kwargs)
 
     def _holds(self, path: str, data: bytes) -> bool:
         """Whether a file holds what was to be written: then it was written, and only the answer to
@@ -316,7 +308,7 @@ class Arrived:
         start = self._position
         stop = len(self.data) if amount is None or amount < 0 else start + amount
         self._position = min(stop, len(self.data))
-        return self.data[start:stop] if start or stop < len(self.data) else self.data
+        return self.data[start:stop]
 
     def close(self) -> None:
         """Nothing is open."""
