@@ -276,9 +276,7 @@ def _run_prefect(spec: JobSpec) -> int:
     return run_as_flow(spec)
 
 
-def _show_profile(
-    output: str, *, last_run: bool = False, credentials: str | None = None
-) -> None:
+def _show_profile(output: str, *, last_run: bool = False, credentials: str | None = None) -> None:
     from flows.job_profile import read_profile
     from flows.profile_tables import WIDTH, render_profile
 

@@ -2,7 +2,8 @@
 
 DuckDB lets one process write, so the file is opened, written and closed in one go, by the run that
 holds the output. When a reader has it open just then, or it is damaged, the run goes on and says
-so: the Parquet files and markers are the truth (C44). For a remote output see `remote_catalogue.py`.
+so: the Parquet files and markers are the truth (C44). That of a remote output is in
+`remote_catalogue.py`.
 """
 
 from __future__ import annotations

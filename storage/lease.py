@@ -102,7 +102,9 @@ class Lease:
             self._store.write(LEASE, self._data())
             return
         new = self._data()
-        written = self._store.create(LEASE, new) if old is None else self._store.swap(LEASE, old, new)
+        written = (
+            self._store.create(LEASE, new) if old is None else self._store.swap(LEASE, old, new)
+        )
         if not written:
             raise OutputInUse(f"{self._store.url} was taken over by another run")
 

@@ -65,8 +65,8 @@ class Version(NamedTuple):
 class ConditionalStore(Protocol):
     """A file system whose writes may depend on what is there: of many that try, one succeeds.
 
-    A file that holds what was to be written counts as written: the answer to an earlier try may have
-    been lost, and one's own success is not to be taken for somebody else's. All raise
+    A file that holds what was to be written counts as written: the answer to an earlier try may
+    have been lost, and one's own success is not to be taken for somebody else's. All raise
     NotImplementedError where the server has no such operation.
     """
 

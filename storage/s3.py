@@ -26,6 +26,7 @@ from tenacity import (
     stop_before_delay,
     wait_random_exponential,
 )
+from tenacity.stop import stop_base
 
 from storage.errors import InputError, OutputError
 from storage.remote import RetryLog, Version
@@ -72,7 +73,7 @@ def open_s3(
         skip_instance_cache=True,
         **storage_options,
     )
-    root = str(fs._strip_protocol(url))
+    root = url.partition("://")[2].rstrip("/")
     bucket, _, key = root.partition("/")
     if not bucket:
         raise fault(f"{url} names no bucket; give s3://BUCKET/PATH")
@@ -123,7 +124,7 @@ class S3(S3FileSystem):
         repeat = AsyncRetrying(
             retry=retry_if_exception(lambda fault: kind_of(fault) in ("transient", "expired")),
             wait=wait_random_exponential(multiplier=FIRST_WAIT_S, max=MAX_WAIT_S),
-            stop=stop_any(stop_before_delay(retry_s), _stays_expired),
+            stop=stop_any(stop_before_delay(retry_s), StaysExpired()),
             before_sleep=partial(self._note, asked),
             reraise=True,
         )
@@ -138,7 +139,7 @@ class S3(S3FileSystem):
         self._answers = True
         return answer
 
-    call_s3 = sync_wrapper(_call_s3)
+    call_s3: Callable[..., Any] = sync_wrapper(_call_s3)
 
     async def _try(self, method: str, *akwarglist: Any, **kwargs: Any) -> Any:
         """One request, its body included; renews the credentials when they have expired."""
@@ -162,9 +163,7 @@ class S3(S3FileSystem):
         """One request of s3fs."""
         return await super()._call_s3(method, *akwarglist, **kwargs)
 
-    async def _reason(
-        self, fault: Exception, method: str, kwargs: Mapping[str, Any]
-    ) -> Exception:
+    async def _reason(self, fault: Exception, method: str, kwargs: Mapping[str, Any]) -> Exception:
         """Why a request was refused. The answer to a HEAD has no body to say it, so a list of the
         same place is asked for.
         """
@@ -192,7 +191,8 @@ class S3(S3FileSystem):
 
     def _note(self, asked: Asked, state: RetryCallState) -> None:
         """Count a request that is about to be repeated; log the first of each object."""
-        assert state.outcome is not None and state.next_action is not None
+        assert state.outcome is not None
+        assert state.next_action is not None
         fault = state.outcome.exception()
         assert fault is not None
         cause = code_of(fault) or type(fault).__name__
@@ -203,9 +203,7 @@ class S3(S3FileSystem):
                 asked.url, asked.method, cause, self._retry_s,
             )  # fmt: skip
 
-    def _told(
-        self, fault: Exception, asked: Asked, statistics: Mapping[str, Any]
-    ) -> Exception:
+    def _told(self, fault: Exception, asked: Asked, statistics: Mapping[str, Any]) -> Exception:
         """What the caller gets: what it can act on as it is, all else as a message for the user."""
         kind = kind_of(fault)
         if kind == "missing" or isinstance(fault, self._fault):
@@ -225,15 +223,15 @@ class S3(S3FileSystem):
 
     # -- writing --
 
-    async def _put_file(self, lpath: str, rpath: str, **options: Any) -> None:
+    async def _put_file(self, lpath: str, rpath: str, *args: Any, **options: Any) -> None:
         """An object appears when its last part is acknowledged; a failed upload is aborted."""
         options = {"chunksize": PART_BYTES, "max_concurrency": PARTS_AT_ONCE, **options}
         try:
-            await super()._put_file(lpath, rpath, **options)
+            await super()._put_file(lpath, rpath, *args, **options)
         except FileNotFoundError:
             # The upload is gone: it was completed and the answer got lost, or it was aborted. Once
             # more is right in both cases, as the same bytes are written.
-            await super()._put_file(lpath, rpath, **options)
+            await super()._put_file(lpath, rpath, *args, **options)
 
     def abort_uploads(self, folder: str) -> int:
         bucket, _, prefix = f"{folder}/".partition("/")
@@ -332,10 +330,10 @@ def _key(kwargs: Mapping[str, Any]) -> str:
     return str(kwargs.get("Key") or kwargs.get("Prefix") or "")
 
 
-def _stays_expired(state: RetryCallState) -> bool:
-    fault = None if state.outcome is None else state.outcome.exception()
-    return (
-        fault is not None
-        and kind_of(fault) == "expired"
-        and state.attempt_number >= EXPIRED_TRIES
-    )
+class StaysExpired(stop_base):
+    """Credentials that are called expired again and again have no newer ones behind them."""
+
+    def __call__(self, retry_state: RetryCallState) -> bool:
+        fault = None if retry_state.outcome is None else retry_state.outcome.exception()
+        expired = fault is not None and kind_of(fault) == "expired"
+        return expired and retry_state.attempt_number >= EXPIRED_TRIES

@@ -1,4 +1,4 @@
-"""What S3's refusals mean: try again, renew the credentials, or tell the user. Pure.
+"""What S3's refusals mean: try again, renew the credentials, or tell the user.
 
     transient  the same request may succeed later: 500, 503 SlowDown, timeouts, resets, torn bodies
     expired    it may succeed with newer credentials
@@ -6,6 +6,8 @@
     conflict   the condition of a conditional request does not hold
     unable     the server has no such operation
     permanent  it will never succeed: the user has to mend something
+
+Pure: from an exception to a kind, and to a line for the user.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whole jobs from `s3://` to `s3://` on a real server: faults, kills, two at once, from elsewhere."""
+"""Whole jobs from `s3://` to `s3://` on a real server: faults, kills, two at once."""
 
 from __future__ import annotations
 
@@ -85,9 +85,7 @@ class Bucket:
 
 
 @pytest.fixture
-def bucket(
-    s3_environment: SeaweedServer, s3_bucket: str, tmp_path: Path, cache: Path
-) -> Bucket:
+def bucket(s3_environment: SeaweedServer, s3_bucket: str, tmp_path: Path, cache: Path) -> Bucket:
     return Bucket(s3_environment, s3_bucket, tmp_path)
 
 
@@ -166,7 +164,11 @@ def test_a_run_that_is_killed_again_and_again_ends_as_one_that_was_left_alone(
     one_pass = Witness()
     run_job(whole, model=fake_model(on_execute=one_pass))
 
-    spec, log, rng = bucket.spec(1000, **fields), TokenLog(tmp_path / "tokens.log"), random.Random(3)
+    spec, log, rng = (
+        bucket.spec(1000, **fields),
+        TokenLog(tmp_path / "tokens.log"),
+        random.Random(3),
+    )
     num_killed = 0
     for last in (False, False, False, False, True):
         before = log.total()
@@ -231,7 +233,9 @@ def test_of_two_runs_at_the_same_moment_one_is_accepted_and_one_is_refused(
         "--memory", "64MiB", "--max-seqs", "4", "--keep-columns", "n", "--output", output,
     ]  # fmt: skip
     children = [
-        subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         for _ in range(2)
     ]
     said = [child.communicate(timeout=100)[1] for child in children]
@@ -272,9 +276,7 @@ def test_status_report_profile_and_simulation_need_no_local_state(
     assert flows("simulate", spec.output) == 0
 
 
-def test_a_running_job_is_seen_from_elsewhere(
-    bucket: Bucket, tmp_path: Path
-) -> None:
+def test_a_running_job_is_seen_from_elsewhere(bucket: Bucket, tmp_path: Path) -> None:
     spec, log = bucket.spec(400), TokenLog(tmp_path / "tokens.log")
     with subprocess.Popen(bucket.command(spec, log, "--delay-s", "0.03"), cwd=ROOT) as child:
         while log.total() < 1500:

@@ -18,8 +18,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from storage.errors import InputError, OutputError, OutputInUse, StorageError
-from storage.ledger import Ledger
 from storage.lease import LEASE, STALE_S, Holder, Lease, living_holder
+from storage.ledger import Ledger
 from storage.objects import ObjectStore
 from storage.record import JobRecord
 from storage.remote import LookThenAct

@@ -133,7 +133,9 @@ class FaultProxy:
     async def _run(self) -> None:
         self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as self._client:
+        async with aiohttp.ClientSession(
+            connector=connector, auto_decompress=False
+        ) as self._client:
             runner = web.ServerRunner(web.Server(self._answer), shutdown_timeout=1.0)
             await runner.setup()
             site = web.TCPSite(runner, "127.0.0.1", 0)

@@ -4,7 +4,10 @@
     server.start()
     environment = server.environment()      # AWS_... variables, for this process or another
     bucket = server.new_bucket()
-    server.kill(); server.start()           # the same ports, the same data
+    server.kill()
+    server.start()                          # the same ports, the same data
+
+The fixtures `s3_server`, `s3_bucket` and `s3_environment` in `tests/conftest.py` do this for tests.
 """
 
 from __future__ import annotations
@@ -133,7 +136,7 @@ class SeaweedServer:
                         fs.mkdir("ready")
                     fs.pipe_file("ready/yes", b"yes")
                     return
-                except Exception as fault:  # noqa: BLE001 - whatever it is, it is not ready
+                except Exception as fault:
                     if time.monotonic() > deadline_s:
                         raise RuntimeError(
                             f"SeaweedFS is not ready after {READY_S:.0f} s ({fault}): "
