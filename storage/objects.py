@@ -243,16 +243,13 @@ class ObjectStore:
             return
         for item in found:
             name = item["name"].rstrip("/").rpartition("/")[2]
-            if name:
+            is_own_mark = item["type"] == "file" and item["name"].endswith("/")  # of an S3 folder
+            if name and not is_own_mark:
                 yield name, item["type"], item["size"] or 0
 
     def is_empty(self) -> bool:
         """True when there is nothing under the root."""
-        self.fs.invalidate_cache()
-        try:
-            return not self.fs.ls(self.root, detail=False)
-        except FileNotFoundError:
-            return True
+        return self._conditional.is_empty(self.root)
 
     def delete(self, name: str) -> None:
         """Delete a file; without effect when there is none."""

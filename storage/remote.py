@@ -86,6 +86,10 @@ class ConditionalStore(Protocol):
         """Delete a file if it is still the one of this tag; False when it is not."""
         ...
 
+    def is_empty(self, folder: str) -> bool:
+        """Whether there is no file below a folder. Some stores remember folders without any."""
+        ...
+
     def abort_uploads(self, folder: str) -> int:
         """Drop the parts of uploads that were begun and not ended; returns of how many."""
         ...
@@ -136,6 +140,13 @@ class LookThenAct:
             return False
         self._fs.rm_file(path)
         return True
+
+    def is_empty(self, folder: str) -> bool:
+        self._fs.invalidate_cache()
+        try:
+            return not self._fs.ls(folder, detail=False)
+        except FileNotFoundError:
+            return True
 
     def abort_uploads(self, folder: str) -> int:
         del folder

@@ -233,6 +233,11 @@ class S3(S3FileSystem):
             # more is right in both cases, as the same bytes are written.
             await super()._put_file(lpath, rpath, *args, **options)
 
+    def is_empty(self, folder: str) -> bool:
+        bucket, _, prefix = f"{folder}/".partition("/")
+        page = self.call_s3("list_objects_v2", Bucket=bucket, Prefix=prefix, MaxKeys=1)
+        return not page.get("Contents")
+
     def abort_uploads(self, folder: str) -> int:
         bucket, _, prefix = f"{folder}/".partition("/")
         aborted = 0

@@ -11,6 +11,7 @@ Signatures stay good: they cover the host that the client named, and that is pas
 from __future__ import annotations
 
 import asyncio
+import io
 import random
 import re
 import threading
@@ -63,7 +64,7 @@ class Fault:
     delay_s: float = 0.0
     on_fault: Callable[[], None] = field(default=lambda: None)
 
-    def is_for(self, request: web.BaseRequest) -> bool:
+    def is_for(self, request: web.Request) -> bool:
         signed = request.headers.get("Authorization", "")
         return (
             self.times != 0
@@ -136,7 +137,9 @@ class FaultProxy:
         async with aiohttp.ClientSession(
             connector=connector, auto_decompress=False
         ) as self._client:
-            runner = web.ServerRunner(web.Server(self._answer), shutdown_timeout=1.0)
+            app = web.Application(client_max_size=1 << 30)
+            app.router.add_route("*", "/{path:.*}", self._answer)
+            runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
             await runner.setup()
             site = web.TCPSite(runner, "127.0.0.1", 0)
             await site.start()
@@ -146,7 +149,7 @@ class FaultProxy:
             await self._ended.wait()
             await runner.cleanup()
 
-    def _pick(self, request: web.BaseRequest) -> Fault | None:
+    def _pick(self, request: web.Request) -> Fault | None:
         """The first fault that is for a request, as far as chance wants it."""
         with self._lock:
             self.requests[request.method] += 1
@@ -158,7 +161,7 @@ class FaultProxy:
                     return fault
         return None
 
-    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
         fault = self._pick(request)
         kind = None if fault is None else fault.kind
@@ -181,7 +184,7 @@ class FaultProxy:
         return web.Response(status=status, headers=headers, body=payload or None)
 
     async def _forward(
-        self, request: web.BaseRequest, body: bytes
+        self, request: web.Request, body: bytes
     ) -> tuple[int, dict[str, str], bytes]:
         assert self._client is not None
         headers = {
@@ -191,7 +194,7 @@ class FaultProxy:
         }
         url = URL(self._upstream + request.raw_path, encoded=True)
         async with self._client.request(
-            request.method, url, headers=headers, data=body, allow_redirects=False,
+            request.method, url, headers=headers, data=io.BytesIO(body), allow_redirects=False,
             skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
         ) as answer:  # fmt: skip
             payload = await answer.read()
@@ -213,14 +216,14 @@ def _refusal(status: int, code: str) -> web.Response:
     return web.Response(status=status, text=text, content_type="application/xml")
 
 
-def _broken_off(request: web.BaseRequest) -> web.Response:
+def _broken_off(request: web.Request) -> web.Response:
     if request.transport is not None:
         request.transport.abort()
     return web.Response()
 
 
 async def _half(
-    request: web.BaseRequest, status: int, headers: dict[str, str], payload: bytes
+    request: web.Request, status: int, headers: dict[str, str], payload: bytes
 ) -> web.StreamResponse:
     answer = web.StreamResponse(status=status, headers=headers)
     answer.content_length = len(payload)

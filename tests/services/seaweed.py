@@ -98,7 +98,7 @@ class SeaweedServer:
 
     def stop(self) -> None:
         """End it in good order; hard when it does not end."""
-        self._end(signal.SIGTERM, grace_s=10.0)
+        self._end(signal.SIGTERM, grace_s=3.0)
 
     def kill(self) -> None:
         """As a power cut does. Back when it is gone."""
