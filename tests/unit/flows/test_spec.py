@@ -176,6 +176,7 @@ def test_c11_what_changes_results_changes_its_key_alone(flat: dict[str, Any], ke
         {"max_seqs": 4}, {"shard_tokens": 10}, {"checkpoint_s": 1}, {"row_timeout_s": 9},
         {"max_error_rate": 0.5}, {"retry_errors": True}, {"overwrite": True},
         {"output": "elsewhere"}, {"model": "another-name-of-the-same"}, {"keep_columns": ["a"]},
+        {"output": "s3://b/out", "credentials": "aws-credentials/prod"},
     ],
 )  # fmt: skip
 def test_c11_what_only_changes_how_is_no_part_of_the_identity(flat: dict[str, Any]) -> None:
@@ -191,7 +192,7 @@ def test_c11_every_field_has_been_decided_upon() -> None:
     left_out = {
         "output", "policy", "device", "memory", "max_batch_tokens", "max_seqs", "shard_tokens",
         "checkpoint_s", "row_timeout_s", "max_error_rate", "retry_errors", "overwrite", "revision",
-        "overflow_probability", "sizing", "workers", "cluster",
+        "overflow_probability", "sizing", "workers", "cluster", "credentials",
     }  # fmt: skip
     generation, output = keys(BASE)
     renamed = {"stop_token_id": "stop_token_ids"}
