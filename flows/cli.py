@@ -43,6 +43,14 @@ WithProfile = Annotated[
     bool, typer.Option("--profile", help="Show at the end where the time of the run went.")
 ]
 Budget = Annotated[float, typer.Option("--budget", help="Seconds for measuring.")]
+Credentials = Annotated[
+    str | None,
+    typer.Option(
+        "--credentials",
+        help="Prefect block for an s3:// URL, such as aws-credentials/prod; by default the AWS "
+        "chain.",
+    ),
+]
 CALIBRATED = ("model", "revision", "dtype", "device", "memory", "max_batch_tokens", "max_seqs")
 """Options of a job that step costs depend on."""
 OK, FAILED, USAGE = 0, 1, 2
@@ -65,7 +73,7 @@ def run(
     if with_prefect:
         code = _run_prefect(spec)
         if profile:
-            _show_profile(spec.output, last_run=True)
+            _show_profile(spec.output, last_run=True, credentials=spec.credentials)
     else:
         code = _run_local(spec, console, began_s=context.obj, profile=profile)
     raise typer.Exit(code)
@@ -109,12 +117,15 @@ def calibrate(flat: dict[str, Any], budget: Budget = 60.0) -> None:
 @app.command()
 def status(
     output: Annotated[str, typer.Argument(help="The job's output directory or URL.")],
+    credentials: Credentials = None,
 ) -> None:
     """Show where a job stands, also while it runs."""
+    from flows.credentials import storage_options
     from flows.status import render_status
     from storage.status import read_status
 
-    _console().print(render_status(read_status(output)))
+    options = storage_options(credentials, output)
+    _console().print(render_status(read_status(output, storage_options=options)))
 
 
 @app.command()
@@ -123,19 +134,21 @@ def report(
     to: Annotated[
         Path | None, typer.Option("--to", help="Where to write it; by default OUTPUT/report.html.")
     ] = None,
+    credentials: Credentials = None,
 ) -> None:
     """Write an HTML page that shows what a job did and why."""
     from flows.report import write_report
 
-    typer.echo(write_report(output, to))
+    typer.echo(write_report(output, to, credentials=credentials))
 
 
 @app.command()
 def profile(
     output: Annotated[str, typer.Argument(help="The job's output directory or URL.")],
+    credentials: Credentials = None,
 ) -> None:
     """Show where the time of a job went, also while it runs."""
-    _show_profile(output)
+    _show_profile(output, credentials=credentials)
 
 
 @app.command()
@@ -180,6 +193,7 @@ def simulate(
     seed: Annotated[
         int | None, typer.Option("--seed", help="Of the made-up rows [default: 0]")
     ] = None,
+    credentials: Credentials = None,
 ) -> None:
     """Say what a job would take under another policy, or on other hardware, without running it."""
     from flows.simulate import run_simulation
@@ -197,6 +211,7 @@ def simulate(
         max_batch_tokens=max_batch_tokens,
         capacity_tokens=capacity_tokens,
         seed=seed,
+        credentials=credentials,
     )
     _console().print(render_simulation(run_simulation(asked)))
 
@@ -246,7 +261,7 @@ def _run_local(spec: JobSpec, console: Console, *, began_s: float, profile: bool
         summary = run_job(spec, progress=progress, on_start=signals.attach, began_s=began_s)
     _console().print(summary_table(summary))
     if profile and summary.num_steps:
-        _show_profile(spec.output, last_run=True)
+        _show_profile(spec.output, last_run=True, credentials=spec.credentials)
     elif profile:
         typer.echo("no profile: this run computed no step")
     return summary.exit_code(spec.max_error_rate)
@@ -261,12 +276,13 @@ def _run_prefect(spec: JobSpec) -> int:
     return run_as_flow(spec)
 
 
-def _show_profile(output: str, *, last_run: bool = False) -> None:
+def _show_profile(output: str, *, last_run: bool = False, credentials: str | None = None) -> None:
     from flows.job_profile import read_profile
     from flows.profile_tables import WIDTH, render_profile
 
     console = _console()
-    found = render_profile(read_profile(output, last_run=last_run))
+    profile = read_profile(output, last_run=last_run, credentials=credentials)
+    found = render_profile(profile)
     console.print(found, width=max(console.width, WIDTH), crop=False)
 
 

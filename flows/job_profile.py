@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import duckdb
 
 from flows.busy import MAIN, Work
+from flows.credentials import storage_options
 from flows.errors import SpecError
 from flows.report_data import STEP_KIND, dicts
 from storage.errors import InputError
@@ -167,18 +168,21 @@ class JobProfile:
         return add_up(cell for cell in self.cells if cell.size == size)
 
 
-def read_profile(output: str, *, last_run: bool = False) -> JobProfile:
+def read_profile(
+    output: str, *, last_run: bool = False, credentials: str | None = None
+) -> JobProfile:
     """The profile of a finished or running job.
 
     Args:
         output: the job's output directory or URL.
         last_run: of its last run only.
+        credentials: a Prefect block for an s3:// URL; None: the AWS chain.
 
     Raises:
         InputError: there is no job at that place.
         SpecError: nothing in it has told where its time went.
     """
-    store = ObjectStore(output)
+    store = ObjectStore(output, storage_options=storage_options(credentials, output))
     if store.read_or_none(JOB) is None:
         raise InputError(f"{output!r} holds no job (it has no {JOB})")
     with closing(open_views(store)) as con:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
 from flows.busy import BusyTimes, Work
+from flows.credentials import storage_options
 from flows.estimate import estimate_cost
 from flows.model import Model
 from flows.prepare import PreparedJob
@@ -19,11 +22,16 @@ from storage.catalogue import Catalogue
 from storage.ledger import Ledger
 from storage.marker import Tally
 from storage.record import JobRecord
+from storage.remote import retry_log
+from storage.remote_catalogue import RemoteCatalogue
 from storage.results import ResultColumns
 from storage.shards import Shard, cut_shards
 from storage.telemetry import TABLES, TelemetryWriter
 from storage.writer import ShardSummary, ShardWriter
+from workers.loading.cache import cache_root
 from workers.request import EventRecord, StepRecord
+
+_log = logging.getLogger(__name__)
 
 MEMORY_BYTES = (
     "limit_bytes", "weights_bytes", "activation_bytes", "kv_bytes", "block_size", "num_blocks",
@@ -52,8 +60,10 @@ class Journal:
         self._tables = {
             table: TelemetryWriter(ledger.store, table, self.run_id) for table in TABLES
         }
-        folder = ledger.store.local_path("")
-        self._catalogue = None if folder is None else Catalogue(folder, job.dataset)
+        self._catalogue = _catalogue_of(ledger, job)
+        self._retry_logs = [
+            log for fs in (job.dataset.fs, ledger.store.fs) if (log := retry_log(fs)) is not None
+        ]
         self._catalogue_due_s = clock()
         self._writers: dict[int, ShardWriter] = {}
         self._open_counts: Counter[str] = Counter()
@@ -96,7 +106,7 @@ class Journal:
             return JobRecord(
                 job_id=uuid.uuid4().hex[:12],
                 created=datetime.now(UTC).isoformat(timespec="seconds"),
-                spec=spec.model_dump(mode="json"),
+                spec=spec.model_dump(mode="json", exclude={"credentials"}),
                 generation=identity.generation,
                 output=identity.output,
                 columns=ResultColumns(
@@ -116,6 +126,7 @@ class Journal:
             output=identity.output,
             make_record=make_record,
             overwrite=spec.overwrite,
+            storage_options=storage_options(spec.credentials, spec.output),
             on_step=on_step,
         )
         journal = cls(job, opened.ledger, clock=clock, busy=busy)
@@ -203,7 +214,7 @@ class Journal:
         """Write what is left, bring the catalogue up to date and give the output back."""
         try:
             self._flush(force=True)
-            self._update_catalogue()
+            self._note_warning(self._catalogue.close(self.ledger))
             self._busy.skip_to(self._steps_end_s)
             self._busy.mark("finishing")
             self._flush(force=True)
@@ -218,6 +229,9 @@ class Journal:
                 self._add_works("", list(self._busy.works()))
                 for worker, works in self._works.items():
                     self._add_works(worker, works)
+        for log in self._retry_logs:
+            for retried in log.take():
+                self._tables["retries"].add({"at_s": self._clock(), **asdict(retried)})
         for table in self._tables.values():
             table.flush(force=force)
 
@@ -227,13 +241,14 @@ class Journal:
             self._tables["threads"].add(row)
 
     def _update_catalogue(self) -> None:
-        if self._catalogue is None:
-            return
         with self.meter("catalogue"):
-            warning = self._catalogue.rebuild(self.ledger)
+            self._note_warning(self._catalogue.rebuild(self.ledger))
+        self._catalogue_due_s = self._clock() + CATALOGUE_S
+
+    def _note_warning(self, warning: str | None) -> None:
         if warning is not None and warning not in self.warnings:
             self.warnings.append(warning)
-        self._catalogue_due_s = self._clock() + CATALOGUE_S
+            _log.warning("%s", warning)
 
     def summary(self, *, stopped: str | None, rate: float) -> JobSummary:
         """The job's end, from its markers and the parts of open shards."""
@@ -259,6 +274,7 @@ class Journal:
             num_steps=self._num_steps,
             num_short_steps=self._num_short_steps,
             overflow_probability=self._job.spec.engine.overflow_probability,
+            num_retries=sum(log.num_retries for log in self._retry_logs),
         )
 
     def _shard_summaries(self) -> Iterator[ShardSummary | Tally]:
@@ -266,3 +282,12 @@ class Journal:
         for writer in self._writers.values():
             if writer.shard.index not in self.ledger.committed:
                 yield writer.so_far()
+
+
+def _catalogue_of(ledger: Ledger, job: PreparedJob) -> Catalogue | RemoteCatalogue:
+    """The DuckDB file of an output: in it when it is on this machine, else in the cache folder."""
+    folder = ledger.store.local_path("")
+    if folder is not None:
+        return Catalogue(folder, job.dataset)
+    cache = cache_root() / "catalogues" / ledger.record.job_id
+    return RemoteCatalogue(cache, ledger.store, job.dataset)

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flows.credentials import storage_options
 from flows.fingerprint import Fingerprint, fingerprint
 from flows.model import Model
 from flows.prompts import PromptRenderer, check_columns
 from flows.schema_check import check_schema
 from flows.spec import JobSpec
+from storage.objects import ObjectStore
+from storage.remote import is_s3
 from storage.rows import check_unique_ids
 from storage.source import Dataset, open_dataset
 
@@ -45,9 +48,16 @@ def prepare(spec: JobSpec) -> PreparedJob:
 
     Raises:
         InputError: the input cannot be read.
-        SpecError: the job does not fit it.
+        OutputError: the output is on S3, and cannot be reached.
+        SpecError: the job does not fit it, or its credentials cannot be had.
     """
-    dataset = open_dataset(spec.input, id_column=spec.id_column)
+    dataset = open_dataset(
+        spec.input,
+        id_column=spec.id_column,
+        storage_options=storage_options(spec.credentials, spec.input),
+    )
+    if is_s3(spec.output):  # whether it can be reached; a model may have to be downloaded first
+        ObjectStore(spec.output, storage_options=storage_options(spec.credentials, spec.output))
     check_columns(spec, dataset.schema)
     renderer = PromptRenderer(spec, dataset.schema)
     check_schema(spec)

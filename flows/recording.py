@@ -17,6 +17,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.dataset as pads
 
+from flows.credentials import storage_options
 from flows.errors import SpecError
 from schedulers.cost import StepCost
 from schedulers.sim.arrivals import SimRequest
@@ -120,14 +121,18 @@ class Recording:
         return shared / total if total else 0.0
 
 
-def read_recording(url: str) -> Recording:
+def read_recording(url: str, *, credentials: str | None = None) -> Recording:
     """Read an output. Writes nothing; may be called while a run goes on.
+
+    Args:
+        url: the output.
+        credentials: a Prefect block for an s3:// URL; None: the AWS chain.
 
     Raises:
         InputError: there is no job at that place.
         SpecError: no row has a completion.
     """
-    store = ObjectStore(url)
+    store = ObjectStore(url, storage_options=storage_options(credentials, url))
     data = store.read_or_none(JOB)
     if data is None:
         raise InputError(f"{url!r} holds no job (it has no {JOB})")

@@ -23,6 +23,7 @@ from markupsafe import Markup
 
 from flows import report_figures as figures
 from flows import report_tables as tables
+from flows.credentials import storage_options
 from flows.job_profile import profile_of
 from flows.profile_tables import headline, titled_tables
 from flows.report_axis import Axis, Mark
@@ -38,20 +39,22 @@ from storage.views import open_views
 FILE = "report.html"
 
 
-def write_report(output: str, to: Path | None = None) -> str:
+def write_report(output: str, to: Path | None = None, *, credentials: str | None = None) -> str:
     """Write a job's report and say where it is.
 
     Args:
         output: the job's output directory or URL.
         to: a local file; None: `report.html` in the output.
+        credentials: a Prefect block for an s3:// URL; None: the AWS chain.
 
     Raises:
         InputError: there is no job at that place.
         OutputError: the page cannot be written.
     """
-    page = render_report(output).encode()
+    options = storage_options(credentials, output)
+    page = render_report(output, options).encode()
     if to is None:
-        ObjectStore(output).write(FILE, page)
+        ObjectStore(output, storage_options=options).write(FILE, page)
         return f"{output.rstrip('/')}/{FILE}"
     try:
         to.write_bytes(page)
@@ -60,14 +63,14 @@ def write_report(output: str, to: Path | None = None) -> str:
     return str(to)
 
 
-def render_report(output: str) -> str:
-    """The page of a job.
+def render_report(output: str, options: Mapping[str, Any] | None = None) -> str:
+    """The page of a job; `options` are of fsspec.
 
     Raises:
         InputError: there is no job at that place.
     """
-    status = read_status(output)
-    store = ObjectStore(output)
+    status = read_status(output, storage_options=options)
+    store = ObjectStore(output, storage_options=options)
     record = JobRecord.from_bytes(store.read(JOB), store.path(JOB))
     with closing(open_views(store)) as con:
         return _template().render(page_values(record, status, Telemetry(con)))

@@ -148,7 +148,7 @@ def run_simulation(options: SimulateOptions) -> Simulation:
     if asked.synthetic is not None:
         return _simulate_synthetic(options, asked.synthetic)
     assert options.output is not None
-    return _replay(options, read_recording(options.output))
+    return _replay(options, read_recording(options.output, credentials=options.credentials))
 
 
 def simulate(setup: Setup, policy: str) -> SimResult:

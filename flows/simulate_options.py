@@ -45,6 +45,7 @@ class SimulateOptions:
         max_batch_tokens: most tokens of a step.
         capacity_tokens: KV memory.
         seed: of the made-up rows.
+        credentials: Prefect block for an s3:// output.
     """
 
     output: str | None = None
@@ -57,6 +58,7 @@ class SimulateOptions:
     max_batch_tokens: int | None = None
     capacity_tokens: int | None = None
     seed: int | None = None
+    credentials: str | None = None
 
     @property
     def num_rows(self) -> int:

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
+from flows.credentials import check_slug, needs_credentials
+
 Task = Literal["generate"]
 OnTooLong = Literal["error", "truncate_left", "truncate_right", "fail"]
 PolicyName = Literal["hybrid", "exclusive", "mixed"]
@@ -271,6 +273,18 @@ class JobSpec(_Spec):
         False, 19, "Overwrite", "Delete the results of an earlier job in OUTPUT first."
     )
 
+    credentials: NonEmpty | None = _field(
+        None, 20, "Credentials",
+        "Prefect block for s3:// URLs, such as aws-credentials/prod; by default the AWS chain.",
+    )  # fmt: skip
+
+    @field_validator("credentials")
+    @classmethod
+    def _check_credentials(cls, value: str | None) -> str | None:
+        if value is not None:
+            check_slug(value)
+        return value
+
     @field_validator("prompt", mode="before")
     @classmethod
     def _template_of(cls, value: Any) -> Any:
@@ -309,6 +323,8 @@ def _contradictions(spec: JobSpec) -> Iterator[str]:
         yield f"keep_columns names a column twice: {', '.join(spec.keep_columns)}; name it once"
     if _same_place(spec.input, spec.output):
         yield f"output and input are both {spec.output!r}; write the results elsewhere"
+    if spec.credentials is not None and not any(map(needs_credentials, (spec.input, spec.output))):
+        yield "credentials are for s3:// URLs, and neither input nor output is one; leave them out"
     if spec.output_schema is not None and spec.guided:
         if spec.sampling.ignore_eos:
             yield "ignore_eos never ends what output_schema ends; leave one out, or turn guided off"

@@ -27,6 +27,7 @@ class JobSummary:
         num_steps: of the engine in this run.
         num_short_steps: of these, steps in which KV memory ran short and sequences had to wait.
         overflow_probability: the bound on their share that the run was planned with.
+        num_retries: requests to an object store that this run repeated.
     """
 
     total_rows: int
@@ -42,6 +43,7 @@ class JobSummary:
     num_steps: int = 0
     num_short_steps: int = 0
     overflow_probability: float = 0.01
+    num_retries: int = 0
 
     @property
     def num_done(self) -> int:
@@ -80,6 +82,8 @@ class JobSummary:
         if self.num_steps:
             short, bound = self.num_short_steps, self.overflow_probability
             yield "KV memory", f"short in {short} of {self.num_steps} steps (bound {bound:.2%})"
+        if self.num_retries:
+            yield "storage", f"{counted(self.num_retries, 'request')} repeated"
         if self.stopped:
             yield "stopped", self.stopped
         yield "output", self.output

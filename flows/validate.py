@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from flows.credentials import storage_options
 from flows.model import open_model
 from flows.prepare import prepare
 from flows.sampling import resolve_sampling
@@ -44,7 +45,8 @@ def _output(spec: JobSpec, generation: Mapping[str, object]) -> str:
     from storage.objects import ObjectStore
     from storage.record import JobRecord, differences
 
-    store = ObjectStore(spec.output)
+    options = storage_options(spec.credentials, spec.output)
+    store = ObjectStore(spec.output, storage_options=options)
     data = store.read_or_none(JOB)
     if data is None:
         return f"{spec.output} is new"

@@ -2,8 +2,8 @@
 
 DuckDB lets one process write, so the file is opened, written and closed in one go, by the run that
 holds the output. When a reader has it open just then, or it is damaged, the run goes on and says
-so: the Parquet files and markers are the truth (C44). A remote output has no such file: without
-httpfs, DuckDB could not read the Parquet files behind its views.
+so: the Parquet files and markers are the truth (C44). That of a remote output is in
+`remote_catalogue.py`.
 """
 
 from __future__ import annotations
@@ -129,27 +129,14 @@ class Catalogue:
                 self._sleep(0.1 * 2**attempt)
         return duckdb.connect(str(self._folder / FILE))
 
+    def close(self, ledger: Ledger) -> str | None:
+        """The run ends: as `rebuild`."""
+        return self.rebuild(ledger)
+
     def _write(self, con: duckdb.DuckDBPyConnection, ledger: Ledger) -> None:
         con.begin()
-        migrate(con)
-        record = ledger.record
-        con.execute("DELETE FROM jobs")
-        con.execute(
-            "INSERT INTO jobs VALUES (?, ?, ?, ?, ?, ?)",
-            [
-                record.job_id,
-                record.created,
-                orjson.dumps(dict(record.spec)).decode(),
-                orjson.dumps(dict(record.generation)).decode(),
-                record.total_rows,
-                len(record.shards),
-            ],
-        )
-        con.execute("DELETE FROM shards")
-        con.register("planned", _shards_table(ledger))
-        con.execute("INSERT INTO shards FROM planned")
-        con.unregister("planned")
-        results = result_schema(self._dataset.schema, record.columns)
+        write_job(con, ledger)
+        results = result_schema(self._dataset.schema, ledger.record.columns)
         self._view(con, "results", bool(ledger.committed), results)
         for table, schema in TABLES.items():
             files = (self._folder / "telemetry" / table).glob("*.parquet")
@@ -163,10 +150,10 @@ class Catalogue:
         """A view over the Parquet files of a folder, or a typed empty one before there are any."""
         name = folder.rpartition("/")[2]
         if filled:
-            files = f"{_no_glob(str(self._folder.resolve()))}/{folder}/*.parquet"
+            files = f"{no_glob(str(self._folder.resolve()))}/{folder}/*.parquet"
             con.execute(
                 f"CREATE OR REPLACE VIEW {name} AS FROM read_parquet("
-                f"{_quoted(files)}, union_by_name = true)"
+                f"{quoted(files)}, union_by_name = true)"
             )
             return
         con.register("empty_rows", schema.empty_table())
@@ -177,6 +164,28 @@ class Catalogue:
             for column, kind, *_ in con.execute("DESCRIBE typed").fetchall()
         )
         con.execute(f"CREATE OR REPLACE VIEW {name} AS SELECT {columns} WHERE false")
+
+
+def write_job(con: duckdb.DuckDBPyConnection, ledger: Ledger) -> None:
+    """The tables `jobs` and `shards`."""
+    migrate(con)
+    record = ledger.record
+    con.execute("DELETE FROM jobs")
+    con.execute(
+        "INSERT INTO jobs VALUES (?, ?, ?, ?, ?, ?)",
+        [
+            record.job_id,
+            record.created,
+            orjson.dumps(dict(record.spec)).decode(),
+            orjson.dumps(dict(record.generation)).decode(),
+            record.total_rows,
+            len(record.shards),
+        ],
+    )
+    con.execute("DELETE FROM shards")
+    con.register("planned", _shards_table(ledger))
+    con.execute("INSERT INTO shards FROM planned")
+    con.unregister("planned")
 
 
 def migrate(con: duckdb.DuckDBPyConnection) -> None:
@@ -204,7 +213,8 @@ def _shards_table(ledger: Ledger) -> pa.Table:
     return pa.Table.from_pylist(found, schema=SHARDS)
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """A string of SQL."""
     return "'" + text.replace("'", "''") + "'"
 
 
@@ -212,6 +222,6 @@ def _name(text: str) -> str:
     return '"' + text.replace('"', '""') + '"'
 
 
-def _no_glob(path: str) -> str:
+def no_glob(path: str) -> str:
     """A path in which glob characters stand for themselves."""
     return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in path)

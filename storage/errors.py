@@ -4,7 +4,7 @@ StorageError
 |-- InputError      the user: the input is missing, is no Parquet, or lacks a column
 |-- OutputMismatch  the user: the output belongs to another job; names the keys that differ
 |-- OutputInUse     the user: another run is writing to this output
-|-- OutputError     the user or the machine: the output cannot be written
+|-- OutputError     the user or the machine: the output cannot be written, or not be read
 `-- LedgerError     us: rows in and rows out do not match, or a file is not what its marker says
 """
 
@@ -53,7 +53,7 @@ class OutputInUse(StorageError):
 
 
 class OutputError(StorageError):
-    """The output cannot be written."""
+    """The output cannot be written, or not be read."""
 
 
 class LedgerError(StorageError):

@@ -72,7 +72,9 @@ class Lease:
                     f"{self._store.url} is being written by process {holder.pid} on "
                     f"{holder.host} (last sign of life {age_s:.0f} s ago); wait for it, or stop it"
                 )
-            self._store.take_away(LEASE, data)
+            if self._store.swap(LEASE, data, self._data()):
+                self._beaten_s = self._wall_clock()
+                return
         raise OutputInUse(f"{self._store.url}: another run took the lease at the same moment")
 
     def beat(self, *, every_s: float = 15.0) -> None:
@@ -89,15 +91,29 @@ class Lease:
                 raise OutputInUse(
                     f"{self._store.url} was taken over by process {holder.pid} on {holder.host}"
                 )
-            self._store.write(LEASE, self._data())
+            self._rewrite(data)
             self._beaten_s = now_s
+
+    def _rewrite(self, old: bytes | None) -> None:
+        """Write one's own lease again. On a remote store only over what was seen: a run that slept
+        for so long that another took the output must not write over that one's lease.
+        """
+        if self._store.is_local:
+            self._store.write(LEASE, self._data())
+            return
+        new = self._data()
+        written = (
+            self._store.create(LEASE, new) if old is None else self._store.swap(LEASE, old, new)
+        )
+        if not written:
+            raise OutputInUse(f"{self._store.url} was taken over by another run")
 
     def release(self) -> None:
         """Give it back, if it is still ours."""
         data = self._store.read_or_none(LEASE)
         holder = None if data is None else _parse(data)
-        if holder is not None and holder.owner == self._owner:
-            self._store.delete(LEASE)
+        if data is not None and holder is not None and holder.owner == self._owner:
+            self._store.take_away(LEASE, data)
 
     def _data(self) -> bytes:
         pid = os.getpid()

@@ -11,7 +11,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from storage.errors import LedgerError
+from storage.errors import LedgerError, OutputInUse
 from storage.objects import ObjectStore
 
 MARKERS = "_markers"
@@ -87,6 +87,21 @@ def read_marker(store: ObjectStore, name: str) -> ShardSummary | None:
 
 def write_marker(store: ObjectStore, shard_name: str, summary: ShardSummary) -> None:
     store.write(marker_name(shard_name), summary.to_json())
+
+
+def commit_marker(store: ObjectStore, shard_name: str, summary: ShardSummary) -> None:
+    """Write the first marker of a shard. On a remote store only if there is none: a run that was
+    cut off for so long that another took the output must not write over that one's markers.
+
+    Raises:
+        OutputInUse: another run has committed the shard.
+    """
+    if store.is_local:
+        write_marker(store, shard_name, summary)
+    elif not store.create(marker_name(shard_name), summary.to_json()):
+        raise OutputInUse(
+            f"{store.url}: another run has taken the output over and committed {shard_name}"
+        )
 
 
 def announce_replacement(store: ObjectStore, shard_name: str, summary: ShardSummary) -> None:

@@ -2,11 +2,12 @@
 
 A local file is written beside its place (under `_tmp/`, the same file system), made durable, and
 renamed; then the folder is made durable. A remote one is written to a local file and put: an object
-store shows an object only when it is whole.
+store shows an object only when it is whole. What S3 requests go through is in `s3.py`.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 import uuid
@@ -15,14 +16,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from storage.errors import OutputError
+from storage.remote import ConditionalStore, LookThenAct, open_filesystem
 
 TMP = "_tmp"
 DRAFT = "-draft-"
 """In the names of files that are being written; what a killed writer leaves is known by it."""
+_log = logging.getLogger(__name__)
 
 
 class ObjectStore:
@@ -31,13 +33,19 @@ class ObjectStore:
     Args:
         url: local path or fsspec URL of the root.
         storage_options: for fsspec.
+
+    Raises:
+        OutputError: S3 refuses, or does not answer; by any method.
     """
 
     def __init__(self, url: str, *, storage_options: Mapping[str, Any] | None = None) -> None:
         self.url = url.rstrip("/") or "/"
-        self.fs, self.root = fsspec.core.url_to_fs(url, **dict(storage_options or {}))
+        self.fs, self.root = open_filesystem(url, storage_options, fault=OutputError)
         self.root = self.root.rstrip("/")
         self.is_local = isinstance(self.fs, LocalFileSystem)
+        self._conditional: ConditionalStore = (
+            self.fs if isinstance(self.fs, ConditionalStore) else LookThenAct(self.fs)
+        )
 
     def path(self, name: str) -> str:
         """Full path of a file, as the file system wants it."""
@@ -110,9 +118,20 @@ class ObjectStore:
 
     def delete_drafts(self) -> None:
         """Delete what writers left that were killed. For the holder of the lease."""
+        if not self.is_local:
+            self._abort_uploads()
         for name in self.list(TMP):
             if DRAFT in name.rpartition("/")[2]:
                 self.delete(name)
+
+    def _abort_uploads(self) -> None:
+        """Nobody sees an upload before its end, but its parts are stored and paid for. The output
+        can do without this, so the credentials need not allow it.
+        """
+        try:
+            self._conditional.abort_uploads(self.root)
+        except (OutputError, NotImplementedError) as fault:
+            _log.warning("uploads that a killed run may have begun are not aborted: %s", fault)
 
     def create(self, name: str, data: bytes) -> bool:
         """Write a small file only if there is none of the name; False when there is.
@@ -121,7 +140,9 @@ class ObjectStore:
             OutputError: it cannot be written.
         """
         try:
-            return self._create_locally(name, data) if self.is_local else self._put_new(name, data)
+            if self.is_local:
+                return self._create_locally(name, data)
+            return self._decide(lambda store: store.create_file(self.path(name), data))
         except OSError as fault:
             raise OutputError(f"{self.path(name)} cannot be written: {fault}") from fault
 
@@ -139,28 +160,35 @@ class ObjectStore:
         _sync_folder(place.parent)
         return True
 
-    def _put_new(self, name: str, data: bytes) -> bool:
+    def _decide(self, operation: Callable[[ConditionalStore], bool]) -> bool:
+        """Do what depends on what is there, as well as the store can."""
         try:
-            self.fs.pipe_file(self.path(name), data, mode="create")
-        except FileExistsError:
-            return False
-        except OSError:  # some stores have their own word for it
-            if self.exists(name):
-                return False
-            raise
-        return True
+            return operation(self._conditional)
+        except NotImplementedError as fault:
+            _log.warning(
+                "%s has no conditional writes, so never start two runs at once: %s", self.url, fault
+            )
+            self._conditional = LookThenAct(self.fs)
+            return operation(self._conditional)
+
+    def swap(self, name: str, old: bytes, new: bytes) -> bool:
+        """Write a small file over one that still holds `old`; False when it does not.
+
+        Of several that try, one succeeds, on a local disk (where for a moment there is no file) and
+        on S3. Elsewhere it is a look and then a write.
+        """
+        if self.is_local:
+            return self.take_away(name, old) and self.create(name, new)
+        return self._decide(lambda store: _replace_if(store, self.path(name), old, new))
 
     def take_away(self, name: str, data: bytes) -> bool:
         """Delete a file if it still holds `data`; False when it does not.
 
-        On a local disk nobody can replace it in between. An object store has no such operation, so
-        there it is a look and then a deletion.
+        On a local disk, and on S3, nobody can replace it in between. Elsewhere it is a look and
+        then a deletion.
         """
         if not self.is_local:
-            if self.read_or_none(name) != data:
-                return False
-            self.delete(name)
-            return True
+            return self._decide(lambda store: _delete_if(store, self.path(name), data))
         draft, place = self._new_draft(""), Path(self.path(name))
         try:
             place.rename(draft)
@@ -215,16 +243,13 @@ class ObjectStore:
             return
         for item in found:
             name = item["name"].rstrip("/").rpartition("/")[2]
-            if name:
+            is_own_mark = item["type"] == "file" and item["name"].endswith("/")  # of an S3 folder
+            if name and not is_own_mark:
                 yield name, item["type"], item["size"] or 0
 
     def is_empty(self) -> bool:
         """True when there is nothing under the root."""
-        self.fs.invalidate_cache()
-        try:
-            return not self.fs.ls(self.root, detail=False)
-        except FileNotFoundError:
-            return True
+        return self._conditional.is_empty(self.root)
 
     def delete(self, name: str) -> None:
         """Delete a file; without effect when there is none."""
@@ -239,6 +264,16 @@ class ObjectStore:
             self.fs.rm(self.path(folder), recursive=True)
         except FileNotFoundError:
             return
+
+
+def _replace_if(store: ConditionalStore, path: str, old: bytes, new: bytes) -> bool:
+    found = store.read_version(path)
+    return found is not None and found.data == old and store.replace_version(path, found.tag, new)
+
+
+def _delete_if(store: ConditionalStore, path: str, data: bytes) -> bool:
+    found = store.read_version(path)
+    return found is not None and found.data == data and store.delete_version(path, found.tag)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -7,19 +7,22 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
 
-import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
 from storage.errors import InputError
+from storage.remote import open_filesystem
 
 MAGIC = b"PAR1"
 TAIL_BYTES = 256 << 10
+REMOTE_FOOTERS = 16
+"""So many footers are read at a time from an object store."""
 GLOB = re.compile(r"[*?\[]")
 ENDINGS = (".parquet", ".parq", ".pq")
 
@@ -96,10 +99,10 @@ def open_dataset(
         InputError: nothing there, not Parquet, or files that do not go together.
     """
     try:
-        fs, root = fsspec.core.url_to_fs(path, **dict(storage_options or {}))
+        fs, root = open_filesystem(path, storage_options, fault=InputError, cached_listings=True)
     except (ImportError, ValueError) as fault:
         raise InputError(f"the input {path!r} cannot be opened: {fault}") from fault
-    read = [_read_footer(fs, full, name) for full, name in _find(fs, path, root.rstrip("/"))]
+    read = _read_footers(fs, _find(fs, path, root.rstrip("/")))
     files = tuple(file for file, _ in read)
     schema = _with_partitions(_common_schema(read), files)
     if id_column is not None and id_column not in schema.names:
@@ -156,6 +159,14 @@ def _hidden(name: str) -> bool:
     return own.startswith(("_", ".")) or any(
         folder.startswith(("_", ".")) and "=" not in folder for folder in folders
     )
+
+
+def _read_footers(fs: Any, found: list[tuple[str, str]]) -> list[tuple[InputFile, pa.Schema]]:
+    """Of all files, in their order. On an object store several at a time: each is a few waits."""
+    if not getattr(fs, "async_impl", False):
+        return [_read_footer(fs, full, name) for full, name in found]
+    with ThreadPoolExecutor(REMOTE_FOOTERS) as pool:
+        return list(pool.map(lambda pair: _read_footer(fs, *pair), found))
 
 
 def _read_footer(fs: Any, full: str, name: str) -> tuple[InputFile, pa.Schema]:

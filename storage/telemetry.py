@@ -179,6 +179,20 @@ MOVES = pa.schema(
     ]
 )
 """Work that went from one worker to another at a job's tail: what was wanted, and what moved."""
+RETRIES = pa.schema(
+    [
+        ("run_id", pa.string()),
+        ("at_s", pa.float64()),
+        ("path", pa.string()),
+        ("operation", pa.string()),
+        ("cause", pa.string()),
+        ("num_retries", pa.int64()),
+        ("waited_s", pa.float64()),
+    ]
+)
+"""Requests to an object store that were repeated, by object, since the row before: the latest
+operation and cause, `storage.remote.Retried`.
+"""
 TABLES: Mapping[str, pa.Schema] = {
     "steps": STEPS,
     "threads": THREADS,
@@ -188,6 +202,7 @@ TABLES: Mapping[str, pa.Schema] = {
     "phases": PHASES,
     "memory_plan": MEMORY_PLAN,
     "costs": COSTS,
+    "retries": RETRIES,
 }
 
 

@@ -27,14 +27,14 @@ def open_views(store: ObjectStore) -> duckdb.DuckDBPyConnection:
     # join them with their costs in a loop: minutes for a million steps, not a fraction of a second.
     con.execute("SET asof_loop_join_threshold = 0")
     results = pa.schema(computed_fields(ResultColumns()))
-    con.register("results", _files_of(store, RESULTS, results))
+    con.register("results", files_of(store, RESULTS, results))
     for table, schema in TABLES.items():
-        con.register(table, _files_of(store, f"{TELEMETRY}/{table}", schema))
+        con.register(table, files_of(store, f"{TELEMETRY}/{table}", schema))
     con.execute(STEP_COSTS)
     return con
 
 
-def _files_of(store: ObjectStore, folder: str, schema: pa.Schema) -> pads.Dataset | pa.Table:
+def files_of(store: ObjectStore, folder: str, schema: pa.Schema) -> pads.Dataset | pa.Table:
     """A folder's Parquet files as one relation, read when asked."""
     names = [store.path(name) for name in store.list(folder) if name.endswith(".parquet")]
     if not names:

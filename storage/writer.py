@@ -28,6 +28,7 @@ from storage.marker import (
     ShardSummary,
     Tally,
     announce_replacement,
+    commit_marker,
     summarise,
     tally,
     write_marker,
@@ -188,6 +189,7 @@ class ShardWriter:
         Raises:
             LedgerError: ids out are not ids in.
             OutputError: the output cannot be written.
+            OutputInUse: another run has taken the output over.
         """
         self.checkpoint()
         table = self._durable()
@@ -215,7 +217,10 @@ class ShardWriter:
             round_=self._round,
         )
         self._on_step("before_marker")
-        write_marker(self._store, self.shard.name, summary)
+        if self._committed is None:
+            commit_marker(self._store, self.shard.name, summary)
+        else:
+            write_marker(self._store, self.shard.name, summary)
         self._on_step("marker_written")
         self._parts.delete()
         self._on_step("parts_deleted")

@@ -22,13 +22,13 @@ SPEC_OPTIONS = """
     --policy --dtype --device --memory --max-batch-tokens --max-seqs --deterministic
     --overflow-probability --sizing --workers --cluster
     --shard-tokens --checkpoint-s --row-timeout-s --max-error-rate --retry-errors --overwrite
-    --job
+    --credentials --job
 """.split()
 OPTIONS = {
     "run": {*SPEC_OPTIONS, "--prefect", "--profile"},
     "plan": set(SPEC_OPTIONS),
     "validate": set(SPEC_OPTIONS),
-    "status": set[str](),
+    "status": {"--credentials"},
     "calibrate": {
         "--model",
         "--revision",
@@ -39,8 +39,8 @@ OPTIONS = {
         "--max-seqs",
         "--budget",
     },
-    "report": {"--to"},
-    "profile": set[str](),
+    "report": {"--to", "--credentials"},
+    "profile": {"--credentials"},
     "simulate": {
         "--synthetic",
         "--rows",
@@ -51,6 +51,7 @@ OPTIONS = {
         "--max-batch-tokens",
         "--capacity-tokens",
         "--seed",
+        "--credentials",
     },
     "version": set[str](),
 }
