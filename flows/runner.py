@@ -30,6 +30,7 @@ from flows.progress import Progress
 from flows.queues import Outbox, RequestQueue, RowRef, Stopped
 from flows.rowmaker import RowMaker
 from flows.sampling import resolve_sampling
+from flows.shard_run import ShardRun, ShardRuns
 from flows.spec import JobSpec
 from flows.summary import JobSummary
 from flows.threads import ThreadGroup
@@ -99,6 +100,7 @@ class JobRunner:
         self._requests = RequestQueue(READY_REQUESTS)
         self._outbox: Outbox[Item] = Outbox(1024)
         self._in_flight: dict[str, RowRef] = {}
+        self._shard_runs = ShardRuns(clock=clock)
         self._engine: Engine | None = None
         self._watchdog: Watchdog | None = None
         self._stopped: str | None = None
@@ -209,6 +211,7 @@ class JobRunner:
 
     def _read(self, shard: Shard) -> Iterator[list[Row]]:
         """Rows of a shard that have no result yet."""
+        self._shard_runs.started(shard.index)
         return self._reader.rows(shard, skip=self.journal.writer(shard).done)
 
     def _drive(self) -> None:
@@ -251,7 +254,9 @@ class JobRunner:
         It fails with `Stopped` when the run ends before that, and with the run's error when it
         broke.
         """
+        self._shard_runs.submitted(shard)
         committed: Future[ShardSummary] = Future()
+        committed.add_done_callback(lambda _: self._shard_runs.ended(shard.index))
         self._threads.watch(committed)
         if self._engine is None:
             return committed  # stopped before the start: it has failed already
@@ -261,6 +266,15 @@ class JobRunner:
         if has_work:
             self._feeder.submit(shard)
         return committed
+
+    @property
+    def job_id(self) -> str:
+        """Of the output."""
+        return self.journal.ledger.record.job_id
+
+    def shard_run(self, index: int) -> ShardRun:
+        """What became of a shard of this run, once it is committed."""
+        return self._shard_runs.of(self.journal.ledger.committed[index])
 
     def stop(self, reason: str) -> None:
         """End the run early: finished rows are made durable, the rest is left for the next run.
