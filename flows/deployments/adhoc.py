@@ -9,7 +9,7 @@ from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
 from prefect.task_runners import ThreadPoolTaskRunner
 
-from flows.deployments.form import GPU_SLOTS, job_form, job_of
+from flows.deployments.form import GPU_SLOTS, job_form, job_of, placed
 from flows.prefect_flow import TASKS_IN_FLIGHT, job_runner, run_in_flow
 from flows.spec_model import input_stem
 
@@ -36,4 +36,5 @@ def run_name() -> str:
 @job_form
 def adhoc(**fields: Any) -> State[Any]:
     """Run a job, or go on with it."""
-    return run_in_flow(job_of(fields), job_runner, gpu_slots=int(fields.get(GPU_SLOTS) or 0))
+    slots = int(fields.get(GPU_SLOTS) or 0)
+    return run_in_flow(placed(job_of(fields)), job_runner, gpu_slots=slots)

@@ -12,13 +12,15 @@ import inspect
 import json
 import types
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, Field, GetJsonSchemaHandler
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import MISSING, CoreSchema, PydanticUndefined
+from pydantic_core import MISSING, CoreSchema
 
+from flows.errors import SpecError
 from flows.spec_model import JobSpec
 from flows.specfile import build, read_schema
 
@@ -30,7 +32,8 @@ SLOTS_HELP = (
 
 
 class Drawn:
-    """Annotates a group: its JSON schema without null choices and without what only the CLI needs.
+    """Annotates a parameter: its JSON schema as forms draw it, a group's field by field. Without null
+    choices, a single choice as a choice, and without what only the CLI needs.
     """
 
     def __get_pydantic_json_schema__(
@@ -38,6 +41,8 @@ class Drawn:
     ) -> JsonSchemaValue:
         schema = handler(core_schema)
         group = handler.resolve_ref_schema(schema)
+        if "properties" not in group:
+            return _drawn(schema)
         for name, field in group["properties"].items():
             group["properties"][name] = _drawn(field)
         return schema
@@ -45,10 +50,12 @@ class Drawn:
 
 def _drawn(field: Mapping[str, Any]) -> dict[str, Any]:
     """A field's schema as a form draws it."""
-    drawn = {key: value for key, value in field.items() if key not in ("anyOf", "cli")}
+    drawn = {key: value for key, value in field.items() if key not in ("anyOf", "const", "cli")}
     if "anyOf" in field:
         (choice,) = (item for item in field["anyOf"] if item.get("type") != "null")
         drawn = {**choice, **drawn}
+    if "const" in field:
+        drawn["enum"] = [field["const"]]
     if drawn.get("default", MISSING) is None:
         del drawn["default"]
     return drawn
@@ -71,14 +78,12 @@ def job_form(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _parameter(name: str, info: FieldInfo) -> inspect.Parameter:
     kind, default = info.annotation, info.default
-    if inspect.isclass(kind) and issubclass(kind, BaseModel):
-        annotation, default = Annotated[kind, Drawn()], MISSING
-    else:
-        annotation = Annotated[(_plain(kind), *info.metadata)] if info.metadata else _plain(kind)
+    is_group = inspect.isclass(kind) and issubclass(kind, BaseModel)
     if info.is_required():
         default = inspect.Parameter.empty
-    elif default is None or default is PydanticUndefined:
+    elif is_group or default is None:
         default = MISSING
+    annotation = Annotated[(_plain(kind), *info.metadata, Drawn())]
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
     )
@@ -117,6 +122,23 @@ def job_of(fields: Mapping[str, Any]) -> JobSpec:
         SpecError: what is wrong with it, in the user's words.
     """
     return build({name: value for name, value in given(fields).items() if name != GPU_SLOTS})
+
+
+def placed(spec: JobSpec) -> JobSpec:
+    """The job, if its paths mean the same wherever a flow run happens to be.
+
+    Prefect workers give each run a folder of its own and delete it afterwards, results and all.
+
+    Raises:
+        SpecError: input or output is a relative path.
+    """
+    for name, path in (("input", spec.input), ("output", spec.output)):
+        if "://" not in path and not Path(path).is_absolute():
+            raise SpecError(
+                f"{name} is {path!r}, and a flow run has no folder to look there from; give an "
+                "absolute path or a URL such as s3://bucket/folder/"
+            )
+    return spec
 
 
 def form_values(job: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,7 +27,7 @@ from prefect.workers.process import ProcessWorker
 
 from flows.deployments.adhoc import adhoc
 from flows.deployments.dates import dated, in_zone
-from flows.deployments.form import form_values, job_of
+from flows.deployments.form import form_values, job_of, placed
 from flows.deployments.nightly import nightly
 from flows.errors import ServerError, SpecError
 from flows.prefect_server import check_server
@@ -75,7 +75,7 @@ def read_nightly(job: Path | None, *, cron: str, timezone: str) -> Nightly:
     if job is None:
         return Nightly(job=None, cron=cron, timezone=timezone)
     values = form_values(read_job(job))
-    job_of(dated(values, in_zone(datetime.now(UTC), timezone)))
+    placed(job_of(dated(values, in_zone(datetime.now(UTC), timezone))))
     return Nightly(job=values, cron=cron, timezone=timezone)
 
 
@@ -143,6 +143,7 @@ def serve(job: Path | None, *, cron: str, timezone: str, limit: int) -> Iterator
     url = check_server()
     asked = read_nightly(job, cron=cron, timezone=timezone)
     deployments = make_deployments(asked)
+    _refuse_pooled(deployments)
     yield f"serving {', '.join(item.full_name for item in deployments)} for {url}"
     yield _schedule_line(asked)
     serve_here(*deployments, limit=limit, print_starting_message=False)
@@ -153,6 +154,23 @@ def _schedule_line(asked: Nightly) -> str:
     if asked.job is None:
         return f"schedule of nightly: {when}, off, as it has no job; give one with --job FILE"
     return f"schedule of nightly: {when}"
+
+
+def _refuse_pooled(deployments: Sequence[RunnerDeployment]) -> None:
+    """Prefect leaves a deployment in its work pool, where nobody would run what is served here."""
+    with get_client(sync_client=True) as client:
+        for deployment in deployments:
+            try:
+                found = client.read_deployment_by_name(deployment.full_name)
+            except ObjectNotFound:
+                continue
+            if found.work_pool_name is not None:
+                name, pool = deployment.full_name, found.work_pool_name
+                raise ServerError(
+                    f"{name} is registered in work pool {pool!r}, and its runs go there; start a "
+                    f"worker (prefect worker start --pool {pool}), or first delete it (prefect "
+                    f"deployment delete {name})"
+                )
 
 
 def _make_pool(name: str) -> bool:

@@ -137,6 +137,13 @@ def test_deploying_again_changes_what_is_there(deployed: Deployed) -> None:
     assert schedule["schedule"]["cron"] == "45 1 * * *"
 
 
+def test_serving_what_is_in_a_work_pool_is_refused(deployed: Deployed) -> None:
+    done = command(deployed.server, "flows", "serve")
+    assert done.returncode == 2
+    assert f"error: headrace/adhoc is registered in work pool '{POOL}'" in done.stderr
+    assert "prefect deployment delete headrace/adhoc" in done.stderr
+
+
 def test_prefect_deploy_reads_prefect_yaml(prefect_server: PrefectServer) -> None:
     made = command(prefect_server, "prefect", "work-pool", "create", "headrace", "--type", "process")
     assert made.returncode == 0, made.stdout + made.stderr
@@ -197,7 +204,7 @@ def test_night_is_complete_and_says_its_counts(
     message = f"{NUM_ROWS} ok of {NUM_ROWS} rows"
     assert (night["state_type"], night["state"]["message"]) == ("COMPLETED", message)
     day = deployed.output_of(night).name.removeprefix("out-")
-    assert night["name"] == "in-{{ date }} with smollm2" or day in night["name"], night["name"]
+    assert night["name"] == f"nightly {day}"
     assert {"headrace", "model:smollm2", "task:generate"} <= set(night["tags"])
     assert f"out-{day}" in deployed.server.logs(night["id"])
 

@@ -30,14 +30,37 @@ GRACE_S = 30.0
 @pytest.fixture(scope="module")
 def server(prefect_server: PrefectServer) -> Iterator[PrefectServer]:
     """A server whose deployments are served here, without a work pool."""
+    forget_deployments(prefect_server)
     with prefect_server.serving("--limit", "3"):
         wait_until(lambda: is_registered(prefect_server), 60, "flows serve registers nothing")
         yield prefect_server
+    forget_deployments(prefect_server)
+
+
+def forget_deployments(server: PrefectServer) -> None:
+    """Prefect would leave those of another test in their work pool."""
+    for name in ("adhoc", "nightly"):
+        found = server.api.get(f"/deployments/name/headrace/{name}")
+        if found.is_success:
+            server.api.delete(f"/deployments/{found.json()['id']}").raise_for_status()
 
 
 def is_registered(server: PrefectServer) -> bool:
-    answer = server.api.get("/deployments/name/headrace/adhoc")
-    return answer.is_success and answer.json()["work_pool_name"] is None
+    return server.api.get("/deployments/name/headrace/nightly").is_success
+
+
+@pytest.fixture
+def lonely(server: PrefectServer) -> dict[str, Any]:
+    """A deployment of `adhoc` in a work pool that has no worker."""
+    adhoc = server.deployment("headrace/adhoc")
+    server.api.post("/work_pools/", json={"name": "lonely", "type": "process"})
+    copied = {
+        key: adhoc[key]
+        for key in ("flow_id", "entrypoint", "parameter_openapi_schema", "tags")
+    }
+    return server.post(
+        "/deployments/", name="lonely", work_pool_name="lonely", pull_steps=[], **copied
+    )
 
 
 @pytest.fixture
@@ -131,19 +154,19 @@ def test_a_second_night_is_cancelled_while_the_first_runs(
     ("behavior", "state"), [("", "CRASHED"), ("reschedule", "SCHEDULED"), ("relinquish", "RUNNING")]
 )
 def test_sigterm_to_a_flow_run_process_is_safe(
-    prefect_server: PrefectServer, job: dict[str, Any], behavior: str, state: str
+    server: PrefectServer,
+    lonely: dict[str, Any],
+    job: dict[str, Any],
+    behavior: str,
+    state: str,
 ) -> None:
     """As on Kubernetes, where a pod runs `prefect flow-run execute` and may be evicted."""
-    server = prefect_server
     output = output_of(job)
-    deployment = server.deployment("headrace/adhoc")
-    env = server.env(PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR=behavior)
-    if not behavior:
-        del env["PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR"]
-    run_id = server.post(
-        "/flow_runs/", flow_id=deployment["flow_id"], deployment_id=deployment["id"],
-        parameters=job, state={"type": "PENDING"},
-    )["id"]  # fmt: skip
+    env = server.env()
+    if behavior:
+        env["PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR"] = behavior
+    fields = {"flow_id": lonely["flow_id"], "deployment_id": lonely["id"], "parameters": job}
+    run_id = server.post("/flow_runs/", state={"type": "PENDING"}, **fields)["id"]
     command = [sys.executable, "-m", "prefect", "flow-run", "execute", run_id]
     log = output.parent / "execute.log"
     with log.open("wb") as out, subprocess.Popen(
@@ -164,13 +187,13 @@ def test_sigterm_to_a_flow_run_process_is_safe(
     assert 8 <= status.done_rows == len(kept) < NUM_ROWS
     assert status.lease is None, "the output was given back"
 
-    # Prefect may then run it again, and so may we.
-    if state == "RUNNING":
-        pending = {"type": "PENDING"}
-        server.post(f"/flow_runs/{run_id}/set_state", state=pending, force=True)
-    elif state == "CRASHED":
-        run_id = server.trigger("headrace/adhoc", job)
-        command[-1] = run_id
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    # Prefect may then run it again, or start another run; so do we.
+    if state == "CRASHED":
+        run_id = server.post("/flow_runs/", state={"type": "PENDING"}, **fields)["id"]
+    else:
+        server.post(f"/flow_runs/{run_id}/set_state", state={"type": "PENDING"}, force=True)
+    done = subprocess.run(
+        [*command[:-1], run_id], cwd=ROOT, env=env, capture_output=True, text=True, check=False
+    )
     assert server.state(run_id) == "COMPLETED", f"{done.stdout}{done.stderr}"[-3000:]
     check_finished(job, kept)

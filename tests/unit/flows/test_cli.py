@@ -52,6 +52,8 @@ OPTIONS = {
         "--capacity-tokens",
         "--seed",
     },
+    "deploy": {"--job", "--work-pool", "--cron", "--timezone"},
+    "serve": {"--job", "--cron", "--timezone", "--limit"},
     "version": set[str](),
 }
 

@@ -12,7 +12,7 @@ from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools.validation import validate
 
 from flows.deployments.adhoc import adhoc
-from flows.deployments.form import form_values, given, job_of
+from flows.deployments.form import form_values, given, job_of, placed
 from flows.deployments.nightly import nightly
 from flows.errors import SpecError
 from flows.spec_model import EngineSpec, JobSpec, PromptSpec, SamplingSpec
@@ -73,6 +73,7 @@ def test_groups_are_one_level_below(schema: dict[str, Any]) -> None:
 def test_choices_and_bounds_are_in_it(schema: dict[str, Any]) -> None:
     found = dict(fields(schema))
     assert found["engine.policy"]["enum"] == ["hybrid", "exclusive", "mixed"]
+    assert found["task"]["enum"] == ["generate"]
     assert found["on_too_long"]["enum"] == ["error", "truncate_left", "truncate_right", "fail"]
     assert (found["max_error_rate"]["minimum"], found["max_error_rate"]["maximum"]) == (0.0, 1.0)
     assert found["limit"]["minimum"] == 1
@@ -134,3 +135,21 @@ def test_a_job_file_becomes_form_values(tmp_path: Path, schema: dict[str, Any]) 
     assert json.loads(values["output_schema"]) == {"type": "object"}
     assert validate(values, schema) == []
     assert job_of(values).output_schema == {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "faulty"),
+    [
+        ({"input": "/in", "output": "s3://bucket/out"}, None),
+        ({"input": "s3://bucket/in", "output": "/out"}, None),
+        ({"input": "in.parquet", "output": "/out"}, "input is 'in.parquet'"),
+        ({"input": "/data/reviews.parquet"}, "output is 'out/reviews'"),
+    ],
+)
+def test_a_flow_run_takes_no_relative_paths(fields: dict[str, str], faulty: str | None) -> None:
+    spec = job_of({"prompt": {"template": "x"}, **fields})
+    if faulty is None:
+        assert placed(spec) is spec
+    else:
+        with pytest.raises(SpecError, match=faulty):
+            placed(spec)

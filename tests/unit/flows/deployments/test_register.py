@@ -16,8 +16,8 @@ from flows.errors import SpecError
 
 ROOT = Path(__file__).parents[4]
 JOB = """
-input: in/{{ date }}.parquet
-output: out/{{ date }}
+input: /data/in/{{ date }}.parquet
+output: s3://bucket/out/{{ date }}
 prompt: "{{ text }}"
 """
 
@@ -51,7 +51,7 @@ def test_both_are_by_module(job: Path) -> None:
 def test_nightly_has_its_job_and_schedule_and_runs_alone(job: Path) -> None:
     asked = nightly_of(job, cron="30 1 * * *", timezone="Europe/Berlin")
     adhoc, nightly = make_deployments(asked)
-    assert nightly.parameters["input"] == "in/{{ date }}.parquet"
+    assert nightly.parameters["input"] == "/data/in/{{ date }}.parquet"
     assert nightly.parameters["prompt"] == {"template": "{{ text }}"}
     assert nightly.schedules is not None
     (schedule,) = nightly.schedules
@@ -105,9 +105,12 @@ def test_a_schedule_that_is_none_is_said(options: dict[str, str], message: str) 
 
 def test_a_job_that_could_not_run_is_refused_before_its_night(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
-    path.write_text("input: in/{{ dtae }}\nprompt: x")
+    path.write_text("input: /in/{{ dtae }}\nprompt: x")
     with pytest.raises(SpecError, match=r"did you mean \{\{ date \}\}\?"):
         nightly_of(path)
-    path.write_text("input: in/{{ date }}")
+    path.write_text("input: /in/{{ date }}")
     with pytest.raises(SpecError, match="a job needs a prompt"):
+        nightly_of(path)
+    path.write_text("input: /in/{{ date }}\nprompt: x")
+    with pytest.raises(SpecError, match="output is 'out/20.*give an absolute path or a URL"):
         nightly_of(path)
