@@ -78,7 +78,8 @@ class Board:
 
     def tag(self, *more: str) -> None:
         """Put the job's tags on the flow run, beside those it has."""
-        ours = {"headrace", f"model:{self._spec.model}", f"task:{self._spec.task}", *more}
+        model = text.model_name(self._spec.model)
+        ours = {"headrace", f"model:{model}", f"task:{self._spec.task}", *more}
         with self._reaching("the tags", retry=False):
             self._client.update_flow_run(
                 self._flow_run.id, tags=sorted(ours | set(self._flow_run.tags))

@@ -36,6 +36,11 @@ def link_to(path: str) -> str:
     return path if "://" in path else Path(path).resolve().as_uri()
 
 
+def model_name(model: str) -> str:
+    """A model in a word: a hub id as it is, a folder or file by its own name."""
+    return input_stem(model) if model.startswith((".", "/")) else model
+
+
 # -- task runs --
 
 

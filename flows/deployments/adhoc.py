@@ -11,6 +11,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.deployments.form import GPU_SLOTS, job_form, job_of, placed
 from flows.prefect_flow import TASKS_IN_FLIGHT, job_runner, run_in_flow
+from flows.prefect_text import model_name
 from flows.spec_model import input_stem
 
 FLOW = "headrace"
@@ -22,7 +23,7 @@ def run_name() -> str:
     parameters = cast("dict[str, Any]", flow_run.parameters)
     stem = input_stem(str(parameters.get("input", "")))
     model = parameters.get("model")
-    return f"{stem} with {input_stem(str(model))}" if model else stem
+    return f"{stem} with {model_name(str(model))}" if model else stem
 
 
 @flow(

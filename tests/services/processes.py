@@ -58,7 +58,11 @@ class Server:
                 self._command, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
                 env=self._env, cwd=self._cwd, start_new_session=True,
             )  # fmt: skip
-        wait_until(self._answers, self._patience_s, f"{self.name} does not answer", self.tail)
+        try:
+            wait_until(self._answers, self._patience_s, f"{self.name} does not answer", self.tail)
+        except BaseException:
+            self.kill()
+            raise
 
     def _answers(self) -> bool:
         assert self._process is not None

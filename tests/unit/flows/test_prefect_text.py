@@ -92,3 +92,11 @@ def test_page_shows_counts_and_decisions_and_no_markup_of_its_own_making() -> No
 def test_links_are_urls() -> None:
     assert text.link_to("s3://bucket/out") == "s3://bucket/out"
     assert text.link_to("/tmp/out put") == "file:///tmp/out%20put"
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"), ("/models/tiny/", "tiny"), ("./a.gguf", "a.gguf")],
+)
+def test_a_model_in_a_word(model: str, name: str) -> None:
+    assert text.model_name(model) == name
