@@ -32,9 +32,7 @@ def gpu_slots_held(num_slots: int) -> Generator[None]:
     _check_limit(num_slots)
     # A renewal that fails must not end a job whose rows cost hours: at worst a second job shares
     # the GPUs for as long as the server is away.
-    with concurrency(
-        LIMIT, occupy=num_slots, strict=True, raise_on_lease_renewal_failure=False
-    ):
+    with concurrency(LIMIT, occupy=num_slots, strict=True, raise_on_lease_renewal_failure=False):
         yield
 
 

@@ -62,7 +62,8 @@ class Board:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         context = FlowRunContext.get()
-        assert context is not None and context.flow_run is not None, "made outside of a flow run"
+        assert context is not None, "made outside of a flow run"
+        assert context.flow_run is not None
         self._flow_run = context.flow_run
         self._client = get_client(sync_client=True)
         self._log: logging.Logger | logging.LoggerAdapter[Any] = get_run_logger()

@@ -4,9 +4,9 @@ Prefect sees shards, never rows, and decides nothing about resuming: the ledger 
 so it is harmless when Prefect runs a flow or a task twice. Imported only when Prefect is wanted.
 
 The engine's threads never wait for Prefect. Task runs are threads that submit shards and wait for
-their commits; artifacts are made by the flow's own thread. SIGTERM (cancel, reschedule) reaches that
-thread as an exception: the run is told to stop, what is finished is committed, and Prefect gives
-the state.
+their commits; artifacts are made by the flow's own thread. SIGTERM (cancel, reschedule) reaches
+that thread as an exception: the run is told to stop, what is finished is committed, and Prefect
+gives the state.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def _render(field: str, path: str, at: datetime) -> str:
             return _ENVIRONMENT.from_string(path).render(values)
     except (TemplateError, AttributeError, TypeError, ValueError, ArithmeticError) as fault:
         raise SpecError(f"{field} {path!r} cannot be filled in: {fault}; {_known()}") from fault
-    name = sorted(unknown)[0]
+    name = min(unknown)
     close = difflib.get_close_matches(name, values, n=1)
     hint = f"did you mean {{{{ {close[0]} }}}}? " if close else ""
     raise SpecError(f"{field} {path!r} has an unknown placeholder {name!r}; {hint}{_known()}")
@@ -87,7 +87,7 @@ def timezone_of(schedules: Sequence[ScheduleLike], created_by: UUID | None) -> s
     the deployment's schedules, if they agree, else UTC.
     """
     zones = {schedule.id: str(schedule.schedule.timezone or "UTC") for schedule in schedules}
-    if created_by in zones:
+    if created_by is not None and created_by in zones:
         return zones[created_by]
     agreed = set(zones.values())
     return agreed.pop() if len(agreed) == 1 else "UTC"

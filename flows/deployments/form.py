@@ -32,7 +32,7 @@ SLOTS_HELP = (
 
 
 class Drawn:
-    """Annotates a parameter: its JSON schema as forms draw it, a group's field by field. Without null
+    """Annotates a parameter: its JSON schema as forms draw it, a group field by field. Without null
     choices, a single choice as a choice, and without what only the CLI needs.
     """
 

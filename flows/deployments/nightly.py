@@ -22,7 +22,8 @@ from flows.prefect_flow import TASKS_IN_FLIGHT, job_runner, run_in_flow
 def scheduled_at() -> datetime:
     """When this flow run was to begin, in the time zone of its schedule."""
     context = FlowRunContext.get()
-    assert context is not None and context.flow_run is not None
+    assert context is not None
+    assert context.flow_run is not None
     run = context.flow_run
     return in_zone(run.expected_start_time, _timezone(run))
 
@@ -48,8 +49,8 @@ def run_name() -> str:
 @flow(
     name=FLOW,
     description=(
-        "A model over every row of a Parquet dataset, one result per row. Input and output may name "
-        "the date that a run is scheduled for."
+        "A model over every row of a Parquet dataset, one result per row. Input and output may "
+        "name the date that a run is scheduled for."
     ),
     flow_run_name=run_name,
     task_runner=cast("Any", ThreadPoolTaskRunner(max_workers=TASKS_IN_FLIGHT)),

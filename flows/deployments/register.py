@@ -81,9 +81,7 @@ def read_nightly(job: Path | None, *, cron: str, timezone: str) -> Nightly:
 
 def make_deployments(asked: Nightly) -> tuple[RunnerDeployment, RunnerDeployment]:
     """Both deployments, by module, so that a flow run needs the package and no file."""
-    schedule = Cron(
-        asked.cron, timezone=asked.timezone, active=asked.job is not None, slug=SLUG
-    )
+    schedule = Cron(asked.cron, timezone=asked.timezone, active=asked.job is not None, slug=SLUG)
     return (
         _deployment(adhoc, "adhoc"),
         _deployment(
@@ -99,14 +97,12 @@ def make_deployments(asked: Nightly) -> tuple[RunnerDeployment, RunnerDeployment
 
 
 def _deployment(run: Flow[..., Any], name: str, **options: Any) -> RunnerDeployment:
-    return run.to_deployment(
-        name, tags=list(TAGS), entrypoint_type=EntrypointType.MODULE_PATH, **options
+    return RunnerDeployment.from_flow(
+        run, name, tags=list(TAGS), entrypoint_type=EntrypointType.MODULE_PATH, **options
     )
 
 
-def deploy(
-    job: Path | None, *, work_pool: str, cron: str, timezone: str
-) -> Iterator[str]:
+def deploy(job: Path | None, *, work_pool: str, cron: str, timezone: str) -> Iterator[str]:
     """Register both deployments in a work pool; yields what was done, line by line.
 
     A work pool that there is not is made, for Prefect workers that run processes.

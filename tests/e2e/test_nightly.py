@@ -1,5 +1,5 @@
-"""The product as a team runs it: deployed to a Prefect server on PostgreSQL, started through its API
-as the UI does, run by a Prefect worker, and looked at in a browser.
+"""The product as a team runs it: deployed to a Prefect server on PostgreSQL, started through its
+API as the UI does, run by a Prefect worker, and looked at in a browser.
 """
 
 from __future__ import annotations
@@ -145,7 +145,9 @@ def test_serving_what_is_in_a_work_pool_is_refused(deployed: Deployed) -> None:
 
 
 def test_prefect_deploy_reads_prefect_yaml(prefect_server: PrefectServer) -> None:
-    made = command(prefect_server, "prefect", "work-pool", "create", "headrace", "--type", "process")
+    made = command(
+        prefect_server, "prefect", "work-pool", "create", "headrace", "--type", "process"
+    )
     assert made.returncode == 0, made.stdout + made.stderr
     before = prefect_server.deployment("headrace/nightly")
     try:
@@ -180,17 +182,13 @@ def test_automations_are_taken_by_the_server(prefect_server: PrefectServer) -> N
     files = sorted((ROOT / "infra" / "automations").glob("*.yaml"))
     assert len(files) == 2
     for file in files:
-        done = command(
-            prefect_server, "prefect", "automation", "create", "--from-file", str(file)
-        )
+        done = command(prefect_server, "prefect", "automation", "create", "--from-file", str(file))
         assert done.returncode == 0, done.stdout + done.stderr
     found = {item["name"]: item for item in prefect_server.post("/automations/filter")}
     zombies = found["headrace-crash-zombies"]
     assert zombies["trigger"]["within"] == 540
     assert zombies["actions"][0]["state"] == "CRASHED"
-    assert found["headrace-error-rate"]["trigger"]["expect"] == [
-        "headrace.job.error-rate-exceeded"
-    ]
+    assert found["headrace-error-rate"]["trigger"]["expect"] == ["headrace.job.error-rate-exceeded"]
     for item in found.values():
         prefect_server.api.delete(f"/automations/{item['id']}").raise_for_status()
 
@@ -198,9 +196,7 @@ def test_automations_are_taken_by_the_server(prefect_server: PrefectServer) -> N
 # -- what a night leaves --
 
 
-def test_night_is_complete_and_says_its_counts(
-    deployed: Deployed, night: dict[str, Any]
-) -> None:
+def test_night_is_complete_and_says_its_counts(deployed: Deployed, night: dict[str, Any]) -> None:
     message = f"{NUM_ROWS} ok of {NUM_ROWS} rows"
     assert (night["state_type"], night["state"]["message"]) == ("COMPLETED", message)
     day = deployed.output_of(night).name.removeprefix("out-")

@@ -56,8 +56,7 @@ def lonely(server: PrefectServer) -> dict[str, Any]:
     adhoc = server.deployment("headrace/adhoc")
     server.api.post("/work_pools/", json={"name": "lonely", "type": "process"})
     copied = {
-        key: adhoc[key]
-        for key in ("flow_id", "entrypoint", "parameter_openapi_schema", "tags")
+        key: adhoc[key] for key in ("flow_id", "entrypoint", "parameter_openapi_schema", "tags")
     }
     return server.post(
         "/deployments/", name="lonely", work_pool_name="lonely", pull_steps=[], **copied
@@ -170,9 +169,12 @@ def test_sigterm_to_a_flow_run_process_is_safe(
     run_id = server.post("/flow_runs/", state={"type": "PENDING"}, **fields)["id"]
     command = [sys.executable, "-m", "prefect", "flow-run", "execute", run_id]
     log = output.parent / "execute.log"
-    with log.open("wb") as out, subprocess.Popen(
-        command, cwd=ROOT, env=env, stdout=out, stderr=out, start_new_session=True
-    ) as child:
+    with (
+        log.open("wb") as out,
+        subprocess.Popen(
+            command, cwd=ROOT, env=env, stdout=out, stderr=out, start_new_session=True
+        ) as child,
+    ):
         wait_for_rows(server, run_id, output)
         # Without a behavior nobody passes the signal on: whoever evicts tells the whole group.
         tell = os.kill if behavior else os.killpg

@@ -126,7 +126,7 @@ def artifacts(flow_run_id: Any) -> dict[str, Any]:
 
 
 def task_runs(flow_run_id: Any, expected: int) -> list[Any]:
-    """The flow run's task runs in order, once as many are final: the server learns of them later."""
+    """The flow run's task runs in order, once so many are final: the server learns later."""
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 
@@ -201,9 +201,7 @@ def test_broken_run_fails_its_shard_and_the_flow() -> None:
     state = run(runner)
     assert state.is_failed()
     assert "the device is gone" in state.message
-    names = {
-        item.state_name: item.name for item in task_runs(state.state_details.flow_run_id, 3)
-    }
+    names = {item.state_name: item.name for item in task_runs(state.state_details.flow_run_id, 3)}
     assert names["Failed"] == "shard-00001 (10 rows, about 100 tokens)"
 
 

@@ -48,9 +48,10 @@ def test_a_job_goes_on_while_the_prefect_server_is_away_for_30_s(
     log = TokenLog(tmp_path / "tokens.log")
     said = tmp_path / "said.log"
     command = run_command(tmp_path, spec, log, "--delay-s", "0.08")
-    with said.open("wb") as out, subprocess.Popen(
-        command, cwd=ROOT, env=server.env(), stdout=out, stderr=out
-    ) as child:
+    with (
+        said.open("wb") as out,
+        subprocess.Popen(command, cwd=ROOT, env=server.env(), stdout=out, stderr=out) as child,
+    ):
         try:
             wait_until(lambda: log.total() > 500, 60, "no row was computed", said.read_text)
             server.kill()
@@ -95,9 +96,7 @@ def test_c59_a_thousand_shards_make_few_requests(
     server = prefect_server
     spec = make_spec(tmp_path, 20_000, shard_tokens=500, sampling={"max_tokens": 20})
     calls = tmp_path / "calls.txt"
-    command = run_command(
-        tmp_path, spec, TokenLog(tmp_path / "tokens.log"), "--calls", str(calls)
-    )
+    command = run_command(tmp_path, spec, TokenLog(tmp_path / "tokens.log"), "--calls", str(calls))
     done = subprocess.run(
         command, cwd=ROOT, env=server.env(), capture_output=True, text=True, check=False
     )

@@ -34,7 +34,10 @@ class PrefectServer:
         self.api = httpx.Client(base_url=self.api_url, timeout=30.0)
         self._server = Server(
             "prefect server",
-            [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)],
+            [
+                sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1",
+                "--port", str(port),
+            ],
             log=folder / "prefect-server.log",
             env={
                 **_clean(os.environ), **QUIET,
@@ -91,11 +94,8 @@ class PrefectServer:
     @contextmanager
     def worker(self, pool: str, **env: str) -> Iterator[Server]:
         """A Prefect worker that runs flow runs of a pool as processes."""
-        yield from self._running(
-            "prefect worker",
-            [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--type", "process"],
-            env,
-        )  # fmt: skip
+        command = [sys.executable, "-m", "prefect", "worker", "start", "--type", "process"]
+        yield from self._running("prefect worker", [*command, "--pool", pool], env)
 
     @contextmanager
     def serving(self, *args: str, **env: str) -> Iterator[Server]:

@@ -43,8 +43,7 @@ def test_a_prompt_keeps_its_columns() -> None:
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("in/{{ dat }}", r"input 'in/\{\{ dat \}\}' has an unknown placeholder 'dat'; did you "
-                         r"mean \{\{ date \}\}\? there are"),
+        ("in/{{ dat }}", r"unknown placeholder 'dat'; did you mean \{\{ date \}\}\? there are"),
         ("in/{{ text }}", "unknown placeholder 'text'; there are"),
         ("in/{{ date", "input 'in/{{ date' cannot be filled in"),
         ("in/{{ date.decade }}", "cannot be filled in"),

@@ -99,9 +99,7 @@ def test_what_the_server_would_take_and_refuse(schema: dict[str, Any]) -> None:
 
 def test_a_form_with_all_its_defaults_is_the_default_job(schema: dict[str, Any]) -> None:
     def defaults(properties: dict[str, Any]) -> dict[str, Any]:
-        return {
-            name: field["default"] for name, field in properties.items() if "default" in field
-        }
+        return {name: field["default"] for name, field in properties.items() if "default" in field}
 
     sent = defaults(schema["properties"])
     for group, kind in GROUPS.items():
@@ -122,7 +120,7 @@ def test_empty_inputs_are_not_given() -> None:
 def test_mistakes_are_told_in_the_users_words() -> None:
     with pytest.raises(SpecError, match="a job needs a prompt"):
         job_of({"input": "in.parquet"})
-    with pytest.raises(SpecError, match="sampling.top_p"):
+    with pytest.raises(SpecError, match=r"sampling\.top_p"):
         job_of({**FILLED_IN, "sampling": {"top_p": 2.0}})
 
 

@@ -112,5 +112,5 @@ def test_a_job_that_could_not_run_is_refused_before_its_night(tmp_path: Path) ->
     with pytest.raises(SpecError, match="a job needs a prompt"):
         nightly_of(path)
     path.write_text("input: /in/{{ date }}\nprompt: x")
-    with pytest.raises(SpecError, match="output is 'out/20.*give an absolute path or a URL"):
+    with pytest.raises(SpecError, match=r"output is 'out/20.*give an absolute path or a URL"):
         nightly_of(path)
