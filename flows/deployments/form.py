@@ -1,9 +1,9 @@
 """The job spec as the parameters of a flow, and so as the form of the Prefect UI.
 
 One parameter for each field of `JobSpec`, in its order, described and bounded as there; groups
-(prompt, sampling, engine) are one level below. What a form cannot draw well is left out of the
-schema: the choice "or null" of an optional field, whose empty input already says it, and objects
-for the output schema, which a form takes as JSON text.
+(prompt, sampling, engine) are one level below. The UI shows descriptions as markdown. What a form
+cannot draw well is left out of the schema: the choice "or null" of an optional field, whose empty
+input already says it, and objects for the output schema, which a form takes as JSON text.
 """
 
 from __future__ import annotations
@@ -23,6 +23,12 @@ from pydantic_core import MISSING, CoreSchema
 from flows.errors import SpecError
 from flows.spec_model import JobSpec
 from flows.specfile import build, read_schema
+
+PLACES = {
+    "input": "Parquet file, glob or directory, as an absolute path, or a URL: s3://bucket/folder/.",
+    "output": "Directory of the results, as an absolute path, or a URL: s3://bucket/folder/.",
+}
+"""Both must be given: a flow run has no folder of its own that would last."""
 
 GPU_SLOTS = "gpu_slots"
 SLOTS_HELP = (
@@ -69,7 +75,7 @@ def job_form(function: Callable[..., Any]) -> Callable[..., Any]:
     parameters = [_parameter(name, info) for name, info in JobSpec.model_fields.items()]
     parameters.append(_slots())
     descriptions = {name: str(info.description) for name, info in JobSpec.model_fields.items()}
-    descriptions[GPU_SLOTS] = SLOTS_HELP
+    descriptions |= {**PLACES, GPU_SLOTS: SLOTS_HELP}
     described = "\n".join(f"    {name}: {line}" for name, line in descriptions.items())
     function.__doc__ = f"{inspect.getdoc(function)}\n\nArgs:\n{described}\n"
     function.__dict__["__signature__"] = inspect.Signature(parameters)
@@ -79,7 +85,7 @@ def job_form(function: Callable[..., Any]) -> Callable[..., Any]:
 def _parameter(name: str, info: FieldInfo) -> inspect.Parameter:
     kind, default = info.annotation, info.default
     is_group = inspect.isclass(kind) and issubclass(kind, BaseModel)
-    if info.is_required():
+    if name in PLACES:
         default = inspect.Parameter.empty
     elif is_group or default is None:
         default = MISSING

@@ -25,9 +25,6 @@ def postgres_bin() -> Path | None:
     found = sorted(
         Path("/usr/lib/postgresql").glob("*/bin"), key=lambda folder: float(folder.parent.name)
     )
-    on_path = shutil.which("initdb")
-    if on_path is not None:
-        return Path(on_path).parent
     return found[-1] if found else None
 
 

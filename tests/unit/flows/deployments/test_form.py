@@ -12,13 +12,17 @@ from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools.validation import validate
 
 from flows.deployments.adhoc import adhoc
-from flows.deployments.form import form_values, given, job_of, placed
+from flows.deployments.form import PLACES, form_values, given, job_of, placed
 from flows.deployments.nightly import nightly
 from flows.errors import SpecError
 from flows.spec_model import EngineSpec, JobSpec, PromptSpec, SamplingSpec
 
 GROUPS = {"prompt": PromptSpec, "sampling": SamplingSpec, "engine": EngineSpec}
-FILLED_IN = {"input": "in.parquet", "prompt": {"template": "{{ text }}"}}
+FILLED_IN = {
+    "input": "in.parquet",
+    "output": "out/x",
+    "prompt": {"template": "{{ text }}"},
+}
 
 
 @pytest.fixture(scope="module", params=[adhoc, nightly], ids=["adhoc", "nightly"])
@@ -45,15 +49,16 @@ def test_fields_are_those_of_the_spec_in_its_order(schema: dict[str, Any]) -> No
         assert [field["position"] for field in inner.values()] == list(range(len(inner))), group
 
 
-def test_only_the_input_is_required(schema: dict[str, Any]) -> None:
-    assert schema["required"] == ["input"]
+def test_only_input_and_output_are_required(schema: dict[str, Any]) -> None:
+    assert schema["required"] == ["input", "output"]
 
 
 def test_every_field_is_described(schema: dict[str, Any]) -> None:
     assert [name for name, field in fields(schema) if not field.get("description")] == []
     described = {name: field["description"] for name, field in schema["properties"].items()}
-    for name, info in JobSpec.model_fields.items():
-        assert described[name] == info.description
+    for name in JobSpec.model_fields.keys() - PLACES.keys():
+        assert described[name] == JobSpec.model_fields[name].description
+    assert [text for text in described.values() if "<" in text] == [], "markdown shows no tags"
 
 
 def test_it_has_nothing_that_a_form_cannot_draw(schema: dict[str, Any]) -> None:
@@ -94,7 +99,7 @@ def test_what_the_server_would_take_and_refuse(schema: dict[str, Any]) -> None:
     assert faults(max_error_rate=1.5) == ["1.5 is greater than the maximum of 1.0"]
     assert len(faults(engine={"policy": "fastest"})) == 1
     assert len(faults(engine={"polciy": "mixed"})) == 1
-    assert len(validate({}, schema)) == 1
+    assert len(validate({}, schema)) == len(PLACES)
 
 
 def test_a_form_with_all_its_defaults_is_the_default_job(schema: dict[str, Any]) -> None:
@@ -104,7 +109,7 @@ def test_a_form_with_all_its_defaults_is_the_default_job(schema: dict[str, Any])
     sent = defaults(schema["properties"])
     for group, kind in GROUPS.items():
         sent[group] = defaults(schema["definitions"][kind.__name__]["properties"])
-    sent["input"] = "in.parquet"
+    sent |= {name: FILLED_IN[name] for name in PLACES}
     sent["prompt"]["template"] = "{{ text }}"
     assert job_of(sent) == JobSpec.model_validate(FILLED_IN)
 
@@ -127,7 +132,7 @@ def test_mistakes_are_told_in_the_users_words() -> None:
 def test_a_job_file_becomes_form_values(tmp_path: Path, schema: dict[str, Any]) -> None:
     answers = tmp_path / "answers.json"
     answers.write_text('{"type": "object"}')
-    job = {"input": "in.parquet", "prompt": "{{ text }}", "output_schema": str(answers)}
+    job = {**FILLED_IN, "prompt": "{{ text }}", "output_schema": str(answers)}
     values = form_values(job)
     assert values["prompt"] == {"template": "{{ text }}"}
     assert json.loads(values["output_schema"]) == {"type": "object"}
