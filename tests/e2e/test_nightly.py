@@ -339,68 +339,80 @@ def expected_labels() -> list[str]:
     return [*labels, "gpu_slots (Optional)"]
 
 
-def test_the_form_shows_every_field_described_in_order(
-    deployed: Deployed, page: Any, pictures: Path
-) -> None:
-    from selenium.webdriver.common.by import By
+def texts(page: Any, selector: str) -> list[str]:
+    """What elements of a page say, from top to bottom."""
+    return [item.text for item in page.find_elements("css selector", selector) if item.text]
 
+
+def whole_text(page: Any) -> str:
+    """All that a page says; nothing before it is drawn."""
+    return "\n".join(texts(page, "body"))
+
+
+def draw_form(deployed: Deployed, page: Any, ui: str) -> dict[str, Any]:
+    """Open the form of adhoc; returns its deployment."""
     adhoc = deployed.server.deployment("headrace/adhoc")
-    page.get(f"{deployed.server.ui_url}/deployments/deployment/{adhoc['id']}/run")
-    wanted = expected_labels()
+    page.get(f"{deployed.server.ui_url}{ui}/deployments/deployment/{adhoc['id']}/run")
+    last = expected_labels()[-1]
+    wait_until(lambda: last in texts(page, "label"), 30, "no form", lambda: whole_text(page))
+    return adhoc
 
-    def labels() -> list[str]:
-        return [item.text for item in page.find_elements(By.CSS_SELECTOR, "label") if item.text]
 
-    wait_until(lambda: wanted[-1] in labels(), 30, "the form is not drawn", lambda: str(labels()))
+@pytest.mark.parametrize("ui", ["/v2", ""], ids=["v2", "v1"])
+def test_the_form_shows_every_field_described_in_order(
+    deployed: Deployed, page: Any, pictures: Path, ui: str
+) -> None:
+    """In Prefect's user interface of today, and in the one before, which it still serves."""
+    adhoc = draw_form(deployed, page, ui)
     time.sleep(1.0)
-    whole_page(page, pictures / "form.png")
-    shown = labels()
+    whole_page(page, pictures / f"form-{ui.strip('/') or 'v1'}.png")
+    wanted = expected_labels()
+    shown = texts(page, "label")
     assert [label for label in shown if label in wanted] == wanted
-    text = page.find_element(By.TAG_NAME, "body").text
+    text = whole_text(page)
     described = adhoc["parameter_openapi_schema"]["properties"].values()
     assert [item["description"] for item in described if item["description"] not in text] == []
-    assert "None" not in shown, "no choice of null"
+    assert "None" not in text, "a choice of null"
 
 
 def test_choices_are_offered(deployed: Deployed, page: Any, pictures: Path) -> None:
-    from selenium.webdriver.common.by import By
-
+    draw_form(deployed, page, "/v2")
     label = next(
-        item for item in page.find_elements(By.CSS_SELECTOR, "label")
+        item
+        for item in page.find_elements("css selector", "label")
         if item.text == "Policy (Optional)"
-    )  # fmt: skip
-    chooser = page.find_element(By.ID, label.get_attribute("for"))
+    )
+    chooser = page.find_element("id", label.get_attribute("for"))
     page.execute_script("arguments[0].scrollIntoView({block: 'center'})", chooser)
-    chooser.click()
-
-    def options() -> set[str]:
-        found = page.find_elements(By.CSS_SELECTOR, "[role=option]")
-        return {item.text for item in found}
-
-    wait_until(lambda: {"hybrid", "exclusive", "mixed"} <= options(), 10, "no choices")
+    page.execute_script("arguments[0].click()", chooser)
+    wait_until(
+        lambda: {"hybrid", "exclusive", "mixed"} <= set(texts(page, "[role=option]")),
+        10, "no choices", lambda: whole_text(page),
+    )  # fmt: skip
     page.save_screenshot(str(pictures / "choices.png"))
 
 
 def test_the_run_page_shows_the_night(
     deployed: Deployed, night: dict[str, Any], page: Any, pictures: Path
 ) -> None:
-    from selenium.webdriver.common.by import By
+    page.set_window_size(1400, 1200)
+    page.get(f"{deployed.server.ui_url}/v2/runs/flow-run/{night['id']}")
 
-    page.get(f"{deployed.server.ui_url}/runs/flow-run/{night['id']}")
+    def shows(*words: str) -> bool:
+        return all(word in whole_text(page) for word in words)
 
-    def text() -> str:
-        return str(page.find_element(By.TAG_NAME, "body").text)
-
-    wait_until(lambda: "Completed" in text(), 30, "the run is not shown", text)
-    time.sleep(2.0)
-    whole_page(page, pictures / "run.png")
-    assert night["name"] in text()
-    for tab in ("Task Runs", "Artifacts"):
+    wait_until(
+        lambda: shows(night["name"], "Completed", f"{NUM_ROWS} ok of {NUM_ROWS} rows"),
+        30, "the run is not shown", lambda: whole_text(page),
+    )  # fmt: skip
+    for tab, words in (("Task Runs", ["shard-00000 ("]), ("Artifacts", ["headrace-nightly-"])):
         found = [
-            item for item in page.find_elements(By.CSS_SELECTOR, "[role=tab]") if item.text == tab
+            item for item in page.find_elements("css selector", "[role=tab]") if item.text == tab
         ]
-        assert found, f"no tab {tab}"
+        assert found, texts(page, "[role=tab]")
         found[0].click()
-        time.sleep(1.5)
+        wait_until(
+            lambda words=words: shows(*words), 20, f"{tab} shows no {words}",
+            lambda: whole_text(page),
+        )  # fmt: skip
         page.save_screenshot(str(pictures / f"run-{tab.lower().replace(' ', '-')}.png"))
-    assert "headrace-nightly-summary" in text() or "What the job did" in text()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -49,7 +48,7 @@ def postgres(log: Path) -> Iterator[str]:
     ]  # fmt: skip
     server = Server(
         "postgres", _user_command(*command), log=log, env=os.environ,
-        is_ready=lambda: _accepts(port), cwd=folder,
+        is_ready=lambda: _accepts(programs, port), cwd=folder,
     )  # fmt: skip
     server.start()
     try:
@@ -72,10 +71,7 @@ def _as_user(*command: object) -> None:
     assert done.returncode == 0, f"{command[0]}: {done.stdout}{done.stderr}"
 
 
-def _accepts(port: int) -> bool:
-    """It is up when `createdb` would be let in, which is a little after the port is open."""
-    try:
-        with socket.create_connection(("127.0.0.1", port), timeout=1):
-            return True
-    except OSError:
-        return False
+def _accepts(programs: Path, port: int) -> bool:
+    """Its port is open a little before it lets anybody in."""
+    asked = [programs / "pg_isready", "-q", "-h", "127.0.0.1", "-p", str(port)]
+    return subprocess.run(asked, check=False).returncode == 0
