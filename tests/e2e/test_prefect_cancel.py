@@ -1,4 +1,7 @@
-"""A run that is told to end: what is finished is committed, in time, and running again goes on."""
+"""A run that is told to end: what is finished is committed, in time, and running again goes on.
+
+The deployments here are of `adhoc` over a fake model with a pace of its own (`paced.py`).
+"""
 
 from __future__ import annotations
 
@@ -17,60 +20,51 @@ import pytest
 from storage.status import read_status
 from tests.e2e.cases import durable
 from tests.e2e.conftest import SAMPLE
-from tests.e2e.jobs import read_results
+from tests.e2e.jobs import read_results, write_dataset
 from tests.services.prefect_server import ROOT, PrefectServer
 from tests.services.processes import wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
 
-NUM_ROWS = 90
+NUM_ROWS = 300
 GRACE_S = 30.0
 """What Prefect gives a process between SIGTERM and SIGKILL."""
 
 
 @pytest.fixture(scope="module")
 def server(prefect_server: PrefectServer) -> Iterator[PrefectServer]:
-    """A server whose deployments are served here, without a work pool."""
-    forget_deployments(prefect_server)
-    with prefect_server.serving("--limit", "3"):
-        wait_until(lambda: is_registered(prefect_server), 60, "flows serve registers nothing")
+    """A server with the deployments `paced`, `night` (one run at a time) and `lonely` (no worker),
+    and a Prefect worker.
+    """
+    import tests.e2e.paced as paced
+    from prefect.utilities.callables import parameter_schema
+
+    flow_id = prefect_server.post("/flows/", name="headrace")["id"]
+    for pool in ("paced", "lonely"):
+        prefect_server.api.post("/work_pools/", json={"name": pool, "type": "process"})
+    common = {
+        "flow_id": flow_id, "entrypoint": "tests.e2e.paced.adhoc", "pull_steps": [],
+        "parameter_openapi_schema": parameter_schema(paced.adhoc).model_dump_for_openapi(),
+    }  # fmt: skip
+    alone = {"collision_strategy": "CANCEL_NEW"}
+    prefect_server.post("/deployments/", name="paced", work_pool_name="paced", **common)
+    prefect_server.post("/deployments/", name="lonely", work_pool_name="lonely", **common)
+    prefect_server.post(
+        "/deployments/", name="night", work_pool_name="paced", concurrency_limit=1,
+        concurrency_options=alone, **common,
+    )  # fmt: skip
+    with prefect_server.worker("paced"):
         yield prefect_server
-    forget_deployments(prefect_server)
-
-
-def forget_deployments(server: PrefectServer) -> None:
-    """Prefect would leave those of another test in their work pool."""
-    for name in ("adhoc", "nightly"):
-        found = server.api.get(f"/deployments/name/headrace/{name}")
-        if found.is_success:
-            server.api.delete(f"/deployments/{found.json()['id']}").raise_for_status()
-
-
-def is_registered(server: PrefectServer) -> bool:
-    return server.api.get("/deployments/name/headrace/nightly").is_success
 
 
 @pytest.fixture
-def lonely(server: PrefectServer) -> dict[str, Any]:
-    """A deployment of `adhoc` in a work pool that has no worker."""
-    adhoc = server.deployment("headrace/adhoc")
-    server.api.post("/work_pools/", json={"name": "lonely", "type": "process"})
-    copied = {
-        key: adhoc[key] for key in ("flow_id", "entrypoint", "parameter_openapi_schema", "tags")
-    }
-    return server.post(
-        "/deployments/", name="lonely", work_pool_name="lonely", pull_steps=[], **copied
-    )
-
-
-@pytest.fixture
-def job(tiny_model: Path, tmp_path: Path) -> dict[str, Any]:
-    """Many seconds of work for a tiny model."""
+def job(tmp_path: Path) -> dict[str, Any]:
+    """About half a minute of work."""
     return {
-        "input": str(SAMPLE), "output": str(tmp_path / "out"), "model": str(tiny_model),
-        "prompt": {"template": "{{ description }}"}, "limit": NUM_ROWS, "shard_tokens": 3000,
-        "checkpoint_s": 0.2, "sampling": {"max_tokens": 400, "ignore_eos": True},
-        "engine": {"dtype": "float32", "memory": "64MiB", "max_seqs": 2},
+        "input": str(write_dataset(tmp_path / "in.parquet", NUM_ROWS)),
+        "output": str(tmp_path / "out"), "prompt": {"template": "{{ text }}"},
+        "shard_tokens": 1500, "checkpoint_s": 0.2, "sampling": {"max_tokens": 20},
+        "engine": {"max_seqs": 8},
     }  # fmt: skip
 
 
@@ -78,7 +72,7 @@ def output_of(job: dict[str, Any]) -> Path:
     return Path(job["output"])
 
 
-def wait_for_rows(server: PrefectServer, run_id: str, output: Path, num_rows: int = 8) -> None:
+def wait_for_rows(server: PrefectServer, run_id: str, output: Path, num_rows: int = 20) -> None:
     def enough() -> bool:
         state = server.state(run_id)
         assert state not in ("FAILED", "CRASHED", "COMPLETED"), server.logs(run_id)
@@ -87,11 +81,17 @@ def wait_for_rows(server: PrefectServer, run_id: str, output: Path, num_rows: in
     wait_until(enough, 90, "no rows", lambda: server.logs(run_id))
 
 
-def check_finished(job: dict[str, Any], kept: dict[str, dict[str, Any]]) -> None:
-    """Every row once, and none of the kept ones computed again."""
+def check_complete(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Every row once; the rows by id."""
     rows = read_results(output_of(job))
     by_id = {row["row_id"]: row for row in rows}
     assert len(rows) == len(by_id) == NUM_ROWS
+    return by_id
+
+
+def check_kept(job: dict[str, Any], kept: dict[str, dict[str, Any]]) -> None:
+    """Every row once, and none of the kept ones computed again."""
+    by_id = check_complete(job)
     for row_id, row in kept.items():
         assert by_id[row_id]["run_s"] == row["run_s"], "it was computed again"
 
@@ -100,68 +100,63 @@ def test_cancelled_run_keeps_its_rows_and_goes_on(
     server: PrefectServer, job: dict[str, Any]
 ) -> None:
     output = output_of(job)
-    run_id = server.trigger("headrace/adhoc", job)
+    run_id = server.trigger("headrace/paced", job)
     wait_for_rows(server, run_id, output)
     server.cancel(run_id)
     asked_s = time.monotonic()
-    run = server.wait_for(run_id, "CANCELLED", patience_s=60)
+    server.wait_for(run_id, "CANCELLED", patience_s=60)
     took_s = time.monotonic() - asked_s
-    print(f"cancelled after {took_s:.1f} s: {run['state']['message']}")
+    print(f"cancelled after {took_s:.1f} s")
     assert took_s < GRACE_S
 
     kept = durable(output)
     status = read_status(str(output))
-    assert 8 <= status.done_rows == len(kept) < NUM_ROWS
+    assert 20 <= status.done_rows == len(kept) < NUM_ROWS
     assert status.lease is None, "the output was given back"
 
-    again = server.trigger("headrace/adhoc", job)
-    run = server.wait_for(again, "COMPLETED", "FAILED", "CRASHED", patience_s=200)
+    again = server.trigger("headrace/paced", job)
+    run = server.wait_for(again, "COMPLETED", "FAILED", "CRASHED")
     assert (run["state_type"], run["state"]["message"]) == (
         "COMPLETED", f"{NUM_ROWS} ok of {NUM_ROWS} rows",
     ), server.logs(again)  # fmt: skip
-    check_finished(job, kept)
+    check_kept(job, kept)
 
 
 def test_a_second_run_of_an_output_is_refused(server: PrefectServer, job: dict[str, Any]) -> None:
-    job["limit"] = 30
     output = output_of(job)
-    first = server.trigger("headrace/adhoc", job)
+    first = server.trigger("headrace/paced", job)
     wait_for_rows(server, first, output, num_rows=2)
-    second = server.trigger("headrace/adhoc", job)
+    second = server.trigger("headrace/paced", job)
     refused = server.wait_for(second, "COMPLETED", "FAILED", "CRASHED")
     assert refused["state_type"] == "FAILED"
     assert f"{output} is being written by process" in refused["state"]["message"]
     assert "wait for it, or stop it" in refused["state"]["message"]
-    done = server.wait_for(first, "COMPLETED", "FAILED", "CRASHED", patience_s=200)
-    assert done["state"]["message"] == "30 ok of 30 rows"
-    assert len({row["row_id"] for row in read_results(output)}) == 30
+    done = server.wait_for(first, "COMPLETED", "FAILED", "CRASHED")
+    assert done["state"]["message"] == f"{NUM_ROWS} ok of {NUM_ROWS} rows"
+    check_complete(job)
 
 
 def test_a_second_night_is_cancelled_while_the_first_runs(
     server: PrefectServer, job: dict[str, Any]
 ) -> None:
-    job["limit"] = 30
-    first = server.trigger("headrace/nightly", job)
+    first = server.trigger("headrace/night", job)
     wait_for_rows(server, first, output_of(job), num_rows=2)
-    second = server.trigger("headrace/nightly", job)
+    second = server.trigger("headrace/night", job)
     run = server.wait_for(second, "CANCELLED", "COMPLETED", "FAILED", "CRASHED")
     assert run["state_type"] == "CANCELLED"
     assert "concurrency limit" in run["state"]["message"].lower()
-    server.wait_for(first, "COMPLETED", patience_s=200)
+    server.wait_for(first, "COMPLETED")
 
 
 @pytest.mark.parametrize(
     ("behavior", "state"), [("", "CRASHED"), ("reschedule", "SCHEDULED"), ("relinquish", "RUNNING")]
 )
 def test_sigterm_to_a_flow_run_process_is_safe(
-    server: PrefectServer,
-    lonely: dict[str, Any],
-    job: dict[str, Any],
-    behavior: str,
-    state: str,
+    server: PrefectServer, job: dict[str, Any], behavior: str, state: str
 ) -> None:
     """As on Kubernetes, where a pod runs `prefect flow-run execute` and may be evicted."""
     output = output_of(job)
+    lonely = server.deployment("headrace/lonely")
     env = server.env()
     if behavior:
         env["PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR"] = behavior
@@ -175,12 +170,12 @@ def test_sigterm_to_a_flow_run_process_is_safe(
             command, cwd=ROOT, env=env, stdout=out, stderr=out, start_new_session=True
         ) as child,
     ):
-        wait_for_rows(server, run_id, output)
-        # Without a behavior nobody passes the signal on: whoever evicts tells the whole group.
-        tell = os.kill if behavior else os.killpg
-        tell(child.pid, signal.SIGTERM)
-        told_s = time.monotonic()
         try:
+            wait_for_rows(server, run_id, output)
+            # Without a behavior nobody passes the signal on: whoever evicts tells the whole group.
+            tell = os.kill if behavior else os.killpg
+            tell(child.pid, signal.SIGTERM)
+            told_s = time.monotonic()
             child.wait(timeout=GRACE_S)
             wait_until(
                 lambda: read_status(str(output)).lease is None,
@@ -195,7 +190,7 @@ def test_sigterm_to_a_flow_run_process_is_safe(
     assert took_s < GRACE_S
     kept = durable(output)
     status = read_status(str(output))
-    assert 8 <= status.done_rows == len(kept) < NUM_ROWS
+    assert 20 <= status.done_rows == len(kept) < NUM_ROWS
 
     # Prefect may then run it again, or start another run; so do we.
     if state == "CRASHED":
@@ -206,4 +201,30 @@ def test_sigterm_to_a_flow_run_process_is_safe(
         [*command[:-1], run_id], cwd=ROOT, env=env, capture_output=True, text=True, check=False
     )
     assert server.state(run_id) == "COMPLETED", f"{done.stdout}{done.stderr}"[-3000:]
-    check_finished(job, kept)
+    check_kept(job, kept)
+
+
+def test_flows_serve_runs_them_without_a_work_pool(
+    prefect_server: PrefectServer, tiny_model: Path, tmp_path: Path
+) -> None:
+    server = prefect_server
+    for name in ("adhoc", "nightly"):  # of other tests, in their work pool
+        found = server.api.get(f"/deployments/name/headrace/{name}")
+        if found.is_success:
+            server.api.delete(f"/deployments/{found.json()['id']}").raise_for_status()
+    job = {
+        "input": str(SAMPLE), "output": str(tmp_path / "out"), "model": str(tiny_model),
+        "prompt": {"template": "{{ description }}"}, "limit": 3, "sampling": {"max_tokens": 4},
+        "engine": {"memory": "1GiB"},
+    }  # fmt: skip
+    nightly = "/deployments/name/headrace/nightly"
+    with server.serving() as serving:
+        wait_until(
+            lambda: server.api.get(nightly).is_success, 60, "nothing registered", serving.tail
+        )
+        assert server.get(nightly)["work_pool_name"] is None
+        assert [item["active"] for item in server.get(nightly)["schedules"]] == [False]
+        run_id = server.trigger("headrace/adhoc", job)
+        run = server.wait_for(run_id, "COMPLETED", "FAILED", "CRASHED")
+    assert run["state"]["message"] == "3 ok of 3 rows"
+    assert "serving headrace/adhoc, headrace/nightly for" in serving.tail(100_000)
