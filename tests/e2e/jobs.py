@@ -157,6 +157,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return summary.exit_code(spec.max_error_rate)
 
 
+def flow_command(folder: Path, spec: Any, log: TokenLog, *options: str) -> list[str]:
+    """Runs a fake job as a flow, in a process of its own."""
+    path = folder / "job.json"
+    path.write_text(json.dumps(spec.model_dump(mode="json")))
+    command = [sys.executable, "-m", "tests.e2e.jobs", str(path), "--log", str(log.path)]
+    return [*command, "--flow", *options]
+
+
 def run_flow(spec: Any, model: Model) -> int:
     """Run a job as a Prefect flow; returns the exit status."""
     from flows.prefect_flow import make_flow, run_as_flow

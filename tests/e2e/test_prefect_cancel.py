@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from storage.status import read_status
-from tests.e2e.cases import durable
+from tests.e2e.cases import durable, make_spec
 from tests.e2e.conftest import SAMPLE
-from tests.e2e.jobs import read_results, write_dataset
+from tests.e2e.jobs import TokenLog, flow_command, read_results, write_dataset
 from tests.services.prefect_server import ROOT, PrefectServer
 from tests.services.processes import wait_until
 
@@ -36,8 +36,9 @@ def server(prefect_server: PrefectServer) -> Iterator[PrefectServer]:
     """A server with the deployments `paced`, `night` (one run at a time) and `lonely` (no worker),
     and a Prefect worker.
     """
-    import tests.e2e.paced as paced
     from prefect.utilities.callables import parameter_schema
+
+    import tests.e2e.paced as paced
 
     flow_id = prefect_server.post("/flows/", name="headrace")["id"]
     for pool in ("paced", "lonely"):
@@ -149,7 +150,7 @@ def test_a_second_night_is_cancelled_while_the_first_runs(
 
 
 @pytest.mark.parametrize(
-    ("behavior", "state"), [("", "CRASHED"), ("reschedule", "SCHEDULED"), ("relinquish", "RUNNING")]
+    ("behavior", "state"), [("reschedule", "SCHEDULED"), ("relinquish", "RUNNING")]
 )
 def test_sigterm_to_a_flow_run_process_is_safe(
     server: PrefectServer, job: dict[str, Any], behavior: str, state: str
@@ -157,9 +158,7 @@ def test_sigterm_to_a_flow_run_process_is_safe(
     """As on Kubernetes, where a pod runs `prefect flow-run execute` and may be evicted."""
     output = output_of(job)
     lonely = server.deployment("headrace/lonely")
-    env = server.env()
-    if behavior:
-        env["PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR"] = behavior
+    env = server.env(PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR=behavior)
     fields = {"flow_id": lonely["flow_id"], "deployment_id": lonely["id"], "parameters": job}
     run_id = server.post("/flow_runs/", state={"type": "PENDING"}, **fields)["id"]
     command = [sys.executable, "-m", "prefect", "flow-run", "execute", run_id]
@@ -172,9 +171,7 @@ def test_sigterm_to_a_flow_run_process_is_safe(
     ):
         try:
             wait_for_rows(server, run_id, output)
-            # Without a behavior nobody passes the signal on: whoever evicts tells the whole group.
-            tell = os.kill if behavior else os.killpg
-            tell(child.pid, signal.SIGTERM)
+            child.send_signal(signal.SIGTERM)
             told_s = time.monotonic()
             child.wait(timeout=GRACE_S)
             wait_until(
@@ -186,22 +183,44 @@ def test_sigterm_to_a_flow_run_process_is_safe(
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
-    print(f"{behavior or 'no behavior'}: the output was given back after {took_s:.1f} s")
+    print(f"{behavior}: the output was given back after {took_s:.1f} s")
     assert took_s < GRACE_S
     kept = durable(output)
     status = read_status(str(output))
     assert 20 <= status.done_rows == len(kept) < NUM_ROWS
 
-    # Prefect may then run it again, or start another run; so do we.
-    if state == "CRASHED":
-        run_id = server.post("/flow_runs/", state={"type": "PENDING"}, **fields)["id"]
-    else:
-        server.post(f"/flow_runs/{run_id}/set_state", state={"type": "PENDING"}, force=True)
-    done = subprocess.run(
-        [*command[:-1], run_id], cwd=ROOT, env=env, capture_output=True, text=True, check=False
-    )
+    # Prefect may then run it again, and so do we.
+    server.post(f"/flow_runs/{run_id}/set_state", state={"type": "PENDING"}, force=True)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert server.state(run_id) == "COMPLETED", f"{done.stdout}{done.stderr}"[-3000:]
     check_kept(job, kept)
+
+
+def test_sigterm_to_flows_run_keeps_what_is_finished(
+    prefect_server: PrefectServer, tmp_path: Path
+) -> None:
+    """A job that is a flow of its own process, and that is told to end."""
+    server = prefect_server
+    spec = make_spec(tmp_path, NUM_ROWS, checkpoint_s=0.2, engine={"max_seqs": 8})
+    command = flow_command(tmp_path, spec, TokenLog(tmp_path / "tokens.log"), "--delay-s", "0.05")
+    said = tmp_path / "said.log"
+    output = Path(spec.output)
+    with (
+        said.open("wb") as out,
+        subprocess.Popen(command, cwd=ROOT, env=server.env(), stdout=out, stderr=out) as child,
+    ):
+        wait_until(lambda: len(durable(output)) >= 20, 90, "no rows", said.read_text)
+        child.send_signal(signal.SIGTERM)
+        child.wait(timeout=GRACE_S)
+    assert child.returncode != 0
+    assert server.run_of(spec.output)["state_type"] == "CRASHED", said.read_text()[-3000:]
+    kept = durable(output)
+    status = read_status(spec.output)
+    assert 20 <= status.done_rows == len(kept) < NUM_ROWS
+    assert status.lease is None, "the output was given back"
+    subprocess.run(command, cwd=ROOT, env=server.env(), check=True, capture_output=True)
+    assert server.run_of(spec.output)["state_type"] == "COMPLETED"
+    check_kept({"output": spec.output}, kept)
 
 
 def test_flows_serve_runs_them_without_a_work_pool(

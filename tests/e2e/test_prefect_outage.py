@@ -14,27 +14,13 @@ from typing import Any
 import pytest
 
 from tests.e2e.cases import make_spec, results
-from tests.e2e.jobs import TokenLog
+from tests.e2e.jobs import TokenLog, flow_command
 from tests.services.prefect_server import ROOT, PrefectServer
 from tests.services.processes import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 AWAY_S = 30.0
-
-
-def run_command(folder: Path, spec: Any, log: TokenLog, *options: str) -> list[str]:
-    """A fake job as a flow, in a process of its own."""
-    path = folder / "job.json"
-    path.write_text(json.dumps(spec.model_dump(mode="json")))
-    command = [sys.executable, "-m", "tests.e2e.jobs", str(path), "--log", str(log.path)]
-    return [*command, "--flow", *options]
-
-
-def flow_run_of(server: PrefectServer, output: str) -> dict[str, Any]:
-    """The last flow run over an output."""
-    runs = server.post("/flow_runs/filter", sort="START_TIME_DESC", limit=50)
-    return next(run for run in runs if run["parameters"]["spec"]["output"] == output)
 
 
 @pytest.mark.timeout(300)
@@ -47,7 +33,7 @@ def test_a_job_goes_on_while_the_prefect_server_is_away_for_30_s(
     )
     log = TokenLog(tmp_path / "tokens.log")
     said = tmp_path / "said.log"
-    command = run_command(tmp_path, spec, log, "--delay-s", "0.08")
+    command = flow_command(tmp_path, spec, log, "--delay-s", "0.08")
     with (
         said.open("wb") as out,
         subprocess.Popen(command, cwd=ROOT, env=server.env(), stdout=out, stderr=out) as child,
@@ -74,7 +60,7 @@ def test_a_job_goes_on_while_the_prefect_server_is_away_for_30_s(
 
     rows = results(spec)
     assert len({row["row_id"] for row in rows}) == len(rows) == 900
-    run = flow_run_of(server, spec.output)
+    run = server.run_of(spec.output)
     assert (run["state_type"], run["state"]["message"]) == ("COMPLETED", "900 ok of 900 rows")
     num_shards = len(list((Path(spec.output) / "results").glob("*.parquet")))
     tasks = server.task_runs(run["id"], num_shards)
@@ -107,7 +93,7 @@ def test_c59_a_thousand_shards_make_few_requests(
     server = prefect_server
     spec = make_spec(tmp_path, 20_000, shard_tokens=500, sampling={"max_tokens": 20})
     calls = tmp_path / "calls.txt"
-    command = run_command(tmp_path, spec, TokenLog(tmp_path / "tokens.log"), "--calls", str(calls))
+    command = flow_command(tmp_path, spec, TokenLog(tmp_path / "tokens.log"), "--calls", str(calls))
     done = subprocess.run(
         command, cwd=ROOT, env=server.env(), capture_output=True, text=True, check=False
     )
@@ -117,7 +103,7 @@ def test_c59_a_thousand_shards_make_few_requests(
     made = Counter(calls.read_text().split("\n"))
     print(made.most_common(20))
     assert 5 < made.total() < 200
-    run = flow_run_of(server, spec.output)
+    run = server.run_of(spec.output)
     a_task = -(-num_shards // 200)
     tasks = server.task_runs(run["id"], -(-num_shards // a_task))
     assert {task["state_type"] for task in tasks} == {"COMPLETED"}

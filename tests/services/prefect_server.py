@@ -145,6 +145,13 @@ class PrefectServer:
         """A flow run."""
         return self.get(f"/flow_runs/{run_id}")
 
+    def run_of(self, output: str) -> dict[str, Any]:
+        """The last run of the flow `infer` over an output."""
+        runs = self.post("/flow_runs/filter", sort="START_TIME_DESC", limit=50)
+        return next(
+            run for run in runs if run["parameters"].get("spec", {}).get("output") == output
+        )
+
     def state(self, run_id: str) -> str:
         """The type of a run's state: RUNNING, COMPLETED and so on."""
         return str(self.run(run_id)["state_type"])
