@@ -34,6 +34,7 @@ from flows.prepare import PreparedJob, prepare
 from flows.progress import Progress
 from flows.queues import Outbox, Stopped
 from flows.sampling import resolve_sampling
+from flows.shard_run import ShardRun, ShardRuns
 from flows.spec import JobSpec
 from flows.summary import JobSummary
 from flows.threads import ThreadGroup
@@ -101,6 +102,7 @@ class JobRunner:
         self._outbox: Outbox[Item] = Outbox(1024)
         self._coordinator: Coordinator | None = None
         self._collector: Collector | None = None
+        self._shard_runs = ShardRuns(clock=clock)
         self._stopped: str | None = None
         self._fleet: RayFleet | None = None
         workers = spec.engine.workers or default_workers(spec.engine.device)
@@ -154,6 +156,7 @@ class JobRunner:
             clock=self._clock,
             kv_bytes_per_s=KV_BYTES_PER_S,
             on_ready=self._note_memory,
+            on_assign=self._shard_runs.started,
         )
         self._collector = Collector(
             outbox=self._outbox,
@@ -231,7 +234,9 @@ class JobRunner:
         It fails with `Stopped` when the run ends before that, and with the run's error when it
         broke.
         """
+        self._shard_runs.submitted(shard)
         committed: Future[ShardSummary] = Future()
+        committed.add_done_callback(lambda _: self._shard_runs.ended(shard.index))
         self._threads.watch(committed)
         if self._coordinator is None or self._collector is None:
             return committed  # stopped before the start: it has failed already
@@ -250,6 +255,15 @@ class JobRunner:
             len(open_rows) >= OPEN_SHARDS * num_workers
             and sum(open_rows) >= OPEN_ROWS * num_workers
         )
+
+    @property
+    def job_id(self) -> str:
+        """Of the output."""
+        return self.journal.ledger.record.job_id
+
+    def shard_run(self, index: int) -> ShardRun:
+        """What became of a shard of this run, once it is committed."""
+        return self._shard_runs.of(self.journal.ledger.committed[index])
 
     def stop(self, reason: str) -> None:
         """End the run early: finished rows are made durable, the rest is left for the next run.

@@ -110,14 +110,6 @@ class WorkerState:
     num_rows_done: int = 0
 
 
-class ShardTrace(NamedTuple):
-    """Who has worked on a shard, and when."""
-
-    submitted_s: float
-    begun_s: float | None
-    workers: tuple[str, ...]
-
-
 class Coordinator:
     """Runs the rows of submitted shards on workers. `run` is the body of a thread.
 
@@ -130,6 +122,7 @@ class Coordinator:
         kv_bytes_per_s: how fast keys and values travel between two workers; 0: they do not.
         steal: even out the tail.
         on_ready: told of the memory of the first worker that is ready.
+        on_assign: told of shards and the names of workers that get rows of them.
     """
 
     def __init__(
@@ -143,6 +136,7 @@ class Coordinator:
         kv_bytes_per_s: float = 0.0,
         steal: bool = True,
         on_ready: Callable[[MemoryPlan], None] = lambda _: None,
+        on_assign: Callable[[int, str], None] = lambda _index, _worker: None,
     ) -> None:
         self._workers = [WorkerState(index, name) for index, name in enumerate(names)]
         self._make_link = make_link
@@ -152,12 +146,11 @@ class Coordinator:
         self._kv_bytes_per_s = kv_bytes_per_s
         self._steal = steal and len(names) > 1
         self._on_ready = on_ready
+        self._on_assign = on_assign
         self._inbox: Outbox[tuple[int, int, Event] | Assign] = Outbox(4096)
         self._owners = RowOwners()
         self._pieces: deque[Assign] = deque()
         self._suspects = Suspects()
-        self._traces: dict[int, ShardTrace] = {}
-        self._lock = threading.Lock()
         self._any_ready = threading.Event()
         self._was_ready = False
         self._closing = False
@@ -193,8 +186,6 @@ class Coordinator:
 
     def submit(self, shard: Shard, missing: Any) -> None:
         """Have rows of a shard computed."""
-        with self._lock:
-            self._traces[shard.index] = ShardTrace(self._clock(), None, ())
         self._inbox.put([Assign(shard, missing)])
 
     def close(self) -> None:
@@ -206,11 +197,6 @@ class Coordinator:
         """End soon: workers send what has finished, the rest is left."""
         self._stopping = True
         self._inbox.wake()
-
-    def trace(self, index: int) -> ShardTrace:
-        """Who has worked on a submitted shard."""
-        with self._lock:
-            return self._traces[index]
 
     # -- the thread --
 
@@ -508,17 +494,8 @@ class Coordinator:
     def _assign(self, worker: WorkerState, part: Assign) -> None:
         self._owners.give(part, worker.index)
         worker.is_stale = True
-        self._trace(part.shard.index, worker)
+        self._on_assign(part.shard.index, worker.name)
         self._send(worker, part)
-
-    def _trace(self, index: int, worker: WorkerState) -> None:
-        with self._lock:
-            trace = self._traces[index]
-            begun_s = self._clock() if trace.begun_s is None else trace.begun_s
-            workers = trace.workers
-            if worker.name not in workers:
-                workers = (*workers, worker.name)
-            self._traces[index] = trace._replace(begun_s=begun_s, workers=workers)
 
     def _send(self, worker: WorkerState, command: Command) -> None:
         assert worker.link is not None
@@ -561,7 +538,7 @@ class Coordinator:
             self._assign(thief, part)
         for part in parts:
             self._owners.give(part, thief.index)
-            self._trace(part.shard.index, thief)
+            self._on_assign(part.shard.index, thief.name)
         if parts:
             self._send(thief, Adopt(given.parcels))
         assert move is not None
