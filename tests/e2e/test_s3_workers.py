@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -42,9 +43,9 @@ def test_the_rows_are_those_of_a_local_job(
     assert comparable(read_remote(s3_environment, f"{s3_bucket}/out")) == comparable(results(local))
 
 
-def read_remote(server: SeaweedServer, place: str) -> list[dict[str, object]]:
+def read_remote(server: SeaweedServer, place: str) -> list[dict[str, Any]]:
     """All committed rows, in the order of the files' names."""
-    found: list[dict[str, object]] = []
+    found: list[dict[str, Any]] = []
     with client(server.endpoint) as fs:
         for name in sorted(fs.ls(f"{place}/results", detail=False)):
             with fs.open(name, "rb") as file:

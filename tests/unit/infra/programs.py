@@ -11,16 +11,6 @@ import click
 
 from tests.unit.infra.files import BIN
 
-ANNOUNCED = {("flows", "deploy"), ("flows", "--cluster")}
-"""Commands and options of `flows` that this issue builds beside infra/; empty once they are in."""
-
-ANNOUNCED_FILES = {
-    "infra/prefect.yaml",
-    "infra/automations/zombies.yaml",
-    "infra/automations/error-rate.yaml",
-}
-"""The same of files."""
-
 
 def accept(argv: Sequence[str]) -> None:
     """Returns when the program takes these words.
@@ -41,14 +31,7 @@ def accept_flows(words: list[str]) -> None:
     if words == ["--help"]:
         return
     command = group.commands.get(words[0])
-    if command is None and ("flows", words[0]) in ANNOUNCED:
-        return
     assert command is not None, f"flows has no command {words[0]}"
-    known = {name for parameter in command.params for name in parameter.opts}
-    for _, option in ANNOUNCED:
-        if option.startswith("--") and option in words and option not in known:
-            at = words.index(option)
-            words = [*words[:at], *words[at + 2 :]]
     command.make_context(words[0], words[1:])
 
 
