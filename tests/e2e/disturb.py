@@ -34,7 +34,7 @@ from tests.services.seaweed import SeaweedServer, client
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("worker", "coordinator", "s3", "prefect")
-ROWS_A_ROUND = 1500
+ROWS_A_ROUND = 2500
 STEP_S = 0.01
 
 
@@ -64,14 +64,15 @@ class Disturbed:
         file.write_text(json.dumps(self.spec.model_dump(mode="json")))
         environ = {**self.prefect.env(), **self.s3.environment()}
         environ |= Behaviour(delay_s=STEP_S).environ()
-        self.job = subprocess.Popen(
-            [sys.executable, "-m", "tests.e2e.jobs", str(file), "--flow"],
-            cwd=ROOT,
-            env=environ,
-            start_new_session=True,
-            stdout=(self.folder / "out.log").open("ab"),
-            stderr=subprocess.STDOUT,
-        )
+        with (self.folder / "out.log").open("ab") as log:
+            self.job = subprocess.Popen(
+                [sys.executable, "-m", "tests.e2e.jobs", str(file), "--flow"],
+                cwd=ROOT,
+                env=environ,
+                start_new_session=True,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
 
     @property
     def is_running(self) -> bool:
