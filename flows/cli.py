@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flows.errors import FlowsError, SpecError
+from flows.errors import FlowsError, ServerError, SpecError
 from flows.options import with_some_spec_options, with_spec_options
 from flows.spec_model import JobSpec
 from flows.specfile import build, read_job
@@ -50,6 +50,19 @@ Credentials = Annotated[
         help="Prefect block for an s3:// URL, such as aws-credentials/prod; by default the AWS "
         "chain.",
     ),
+]
+NightlyJob = Annotated[
+    Path | None,
+    typer.Option(
+        "--job",
+        help="YAML file with the nightly job; its input and output may hold {{ date }}. "
+        "Without one the schedule is off.",
+    ),
+]
+NIGHTLY_CRON = "0 2 * * *"
+CronOption = Annotated[str, typer.Option("--cron", help="When nightly runs.")]
+ZoneOption = Annotated[
+    str, typer.Option("--timezone", help="In which --cron is meant, and dates in paths are.")
 ]
 CALIBRATED = ("model", "revision", "dtype", "device", "memory", "max_batch_tokens", "max_seqs")
 """Options of a job that step costs depend on."""
@@ -217,6 +230,36 @@ def simulate(
 
 
 @app.command()
+def deploy(
+    job: NightlyJob = None,
+    work_pool: Annotated[
+        str, typer.Option("--work-pool", help="Work pool of the runs; made if there is none.")
+    ] = "headrace",
+    cron: CronOption = NIGHTLY_CRON,
+    timezone: ZoneOption = "UTC",
+) -> None:
+    """Register adhoc and nightly with the Prefect server, to be run by Prefect workers."""
+    from flows.deployments.register import deploy as register
+
+    for line in register(job, work_pool=work_pool, cron=cron, timezone=timezone):
+        typer.echo(line)
+
+
+@app.command()
+def serve(
+    job: NightlyJob = None,
+    cron: CronOption = NIGHTLY_CRON,
+    timezone: ZoneOption = "UTC",
+    limit: Annotated[int, typer.Option("--limit", help="Most runs at a time.", min=1)] = 1,
+) -> None:
+    """Register adhoc and nightly with the Prefect server, and run them here: no work pool."""
+    from flows.deployments.register import serve as serve_here
+
+    for line in serve_here(job, cron=cron, timezone=timezone, limit=limit):
+        typer.echo(line)
+
+
+@app.command()
 def version() -> None:
     """Show the version."""
     typer.echo(f"headrace {metadata.version('headrace')}")
@@ -271,6 +314,10 @@ def _run_prefect(spec: JobSpec) -> int:
     from flows.prepare import prepare
 
     prepare(spec)  # the user's mistakes show before a server is waited for
+    from flows.prefect_server import check_server, server_url
+
+    if server_url() is not None:  # else Prefect starts one of its own
+        check_server()
     from flows.prefect_flow import run_as_flow
 
     return run_as_flow(spec)
@@ -307,7 +354,7 @@ def _usage_errors() -> tuple[type[Exception], ...]:
     from storage.errors import InputError, OutputError, OutputInUse, OutputMismatch
     from workers.errors import ModelError
 
-    ours = (SpecError, ModelError, NotEnoughMemory)
+    ours = (SpecError, ServerError, ModelError, NotEnoughMemory)
     return (*ours, InputError, OutputError, OutputInUse, OutputMismatch)
 
 

@@ -1,8 +1,9 @@
 """Errors of the flows, by who must act.
 
     FlowsError
-    |-- SpecError   the user: the job as described cannot be run (unknown column, contradiction)
-    `-- JobFailed   the run is broken and ended early; the message says where and why
+    |-- SpecError    the user: the job as described cannot be run (unknown column, contradiction)
+    |-- ServerError  the user: the Prefect server does not answer, or refuses
+    `-- JobFailed    the run is broken and ended early; the message says where and why
 
 What storage and the workers raise passes through; `cli.py` turns the user's own mistakes into one
 line.
@@ -17,6 +18,10 @@ class FlowsError(Exception):
 
 class SpecError(FlowsError):
     """The job as described cannot be run. The message says what, with which value, what to do."""
+
+
+class ServerError(FlowsError):
+    """The Prefect server cannot be used. The message says where it was looked for, what to do."""
 
 
 class JobFailed(FlowsError):

@@ -34,6 +34,7 @@ from flows.prepare import PreparedJob, prepare
 from flows.progress import Progress
 from flows.queues import Outbox, Stopped
 from flows.sampling import resolve_sampling
+from flows.shard_run import ShardRun, ShardRuns
 from flows.spec import JobSpec
 from flows.summary import JobSummary
 from flows.threads import ThreadGroup
@@ -99,6 +100,7 @@ class JobRunner:
         self._step_timeout_s = step_timeout_s
         self._threads = ThreadGroup(on_failure=self._interrupt)
         self._outbox: Outbox[Item] = Outbox(1024)
+        self._shard_runs = ShardRuns(clock=clock)
         self._coordinator: Coordinator | None = None
         self._collector: Collector | None = None
         self._stopped: str | None = None
@@ -231,7 +233,9 @@ class JobRunner:
         It fails with `Stopped` when the run ends before that, and with the run's error when it
         broke.
         """
+        self._shard_runs.submitted(shard)
         committed: Future[ShardSummary] = Future()
+        committed.add_done_callback(lambda _: self._shard_runs.ended(shard.index))
         self._threads.watch(committed)
         if self._coordinator is None or self._collector is None:
             return committed  # stopped before the start: it has failed already
@@ -242,6 +246,20 @@ class JobRunner:
             with suppress(Stopped):  # the run has ended, and released the future
                 self._coordinator.submit(shard, missing)
         return committed
+
+    @property
+    def job_id(self) -> str:
+        """Of the output."""
+        return self.journal.ledger.record.job_id
+
+    def shard_run(self, index: int) -> ShardRun:
+        """What became of a shard of this run, once it is committed."""
+        trace = None if self._coordinator is None else self._coordinator.trace(index)
+        return self._shard_runs.of(
+            self.journal.ledger.committed[index],
+            begun_s=None if trace is None else trace.begun_s,
+            workers=() if trace is None else trace.workers,
+        )
 
     def has_enough(self, open_rows: Collection[int]) -> bool:
         """Whether so many shards of so many rows keep all workers busy."""

@@ -207,10 +207,10 @@ class Coordinator:
         self._stopping = True
         self._inbox.wake()
 
-    def trace(self, index: int) -> ShardTrace:
-        """Who has worked on a submitted shard."""
+    def trace(self, index: int) -> ShardTrace | None:
+        """Who has worked on a shard; None when it was not submitted."""
         with self._lock:
-            return self._traces[index]
+            return self._traces.get(index)
 
     # -- the thread --
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+
+from tests.services.postgres import postgres, postgres_bin
+from tests.services.prefect_server import PrefectServer
+from tests.services.prefect_server import prefect_server as running_prefect_server
 
 SAMPLE = Path(__file__).parents[2] / "flows" / "samples" / "debian_packages.parquet"
 END, START, BLANK = "<|im_end|>", "<|im_start|>", "<|pad|>"
@@ -68,3 +73,16 @@ def _trained_tokenizer(texts: list[str]) -> object:
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
+
+
+@pytest.fixture(scope="session")
+def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectServer]:
+    """One Prefect server on PostgreSQL for all tests that ask for it."""
+    if postgres_bin() is None:
+        pytest.skip("PostgreSQL is not installed")
+    folder = tmp_path_factory.mktemp("prefect")
+    with (
+        postgres(folder / "postgres.log") as database_url,
+        running_prefect_server(folder, database_url) as server,
+    ):
+        yield server

@@ -184,6 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--delay-s", type=float, default=0.0)
     parser.add_argument("--real", action="store_true", help="the job's own model, not the fake one")
     parser.add_argument("--prefect", action="store_true", help="as a Prefect flow")
+    parser.add_argument("--calls", type=Path, help="where to list the HTTP requests that were made")
     arguments = parser.parse_args(argv)
 
     from flows.model import open_model
@@ -192,6 +193,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from tests.e2e.jobs import worker_model  # as a module's that worker processes find
 
     spec = JobSpec.model_validate(json.loads(arguments.spec.read_text()))
+    if arguments.calls is not None:
+        list_calls(arguments.calls)
     if spec.engine.workers is not None:
         find_model = open_model if arguments.real else worker_model
         if arguments.prefect:
@@ -199,20 +202,50 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run_job(spec, find_model=find_model).exit_code(spec.max_error_rate)
     log = TokenLog(arguments.log, arguments.delay_s)
     model = counted_real_model(spec, log) if arguments.real else fake_model(on_execute=log)
+    if arguments.prefect:
+        return run_on_prefect(spec, model)
     summary = run_job(spec, model=model)
     return summary.exit_code(spec.max_error_rate)
 
 
-def run_on_prefect(spec: Any) -> int:
-    """As a Prefect flow, with the fake model."""
+def run_on_prefect(spec: Any, model: Model | None = None) -> int:
+    """As a Prefect flow, with the fake model: a given one, or one in each worker process."""
     from flows.prefect_flow import make_flow, run_as_flow
     from flows.runner import JobRunner
     from tests.e2e.jobs import worker_model
 
     def make_runner(spec: Any, progress: Any) -> JobRunner:
-        return JobRunner(spec, find_model=worker_model, progress=progress)
+        return JobRunner(spec, model=model, find_model=worker_model, progress=progress)
 
     return run_as_flow(spec, make_flow(make_runner))
+
+
+def flow_command(folder: Path, spec: Any, log: TokenLog, *options: str) -> list[str]:
+    """Runs a fake job as a flow, in a process of its own."""
+    path = folder / "job.json"
+    path.write_text(json.dumps(spec.model_dump(mode="json")))
+    command = [sys.executable, "-m", "tests.e2e.jobs", str(path), "--log", str(log.path)]
+    return [*command, "--prefect", *options]
+
+
+def list_calls(place: Path) -> None:
+    """List every HTTP request that this process makes, in a file, when it ends."""
+    import atexit
+
+    import httpx
+
+    calls: list[str] = []
+
+    def listed(send: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: Any, request: httpx.Request, **options: Any) -> Any:
+            calls.append(f"{request.method} {request.url.path}")
+            return send(self, request, **options)
+
+        return wrapper
+
+    for kind in (httpx.Client, httpx.AsyncClient):
+        setattr(kind, "send", listed(kind.send))  # noqa: B010 - the type checker knows better
+    atexit.register(lambda: place.write_text("\n".join(calls)))
 
 
 def counted_real_model(spec: Any, log: TokenLog) -> Model:

@@ -1,7 +1,12 @@
-"""The job as a Prefect flow: a task run per shard, artifacts, and a state that means something."""
+"""The job as a Prefect flow: a task run per shard, artifacts, and a state that means something.
+
+On a server that Prefect starts itself, with SQLite; `test_nightly.py` and its neighbours use one on
+PostgreSQL.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -41,6 +46,7 @@ class FakeRunner:
     num_shards: int = 3
     submitted: list[int] = field(default_factory=list[int])
     stopped: list[str] = field(default_factory=list[str])
+    job_id: str = "fake"
 
     @property
     def pending(self) -> list[Any]:
@@ -59,6 +65,14 @@ class FakeRunner:
         else:
             future.set_result(None)
         return future
+
+    def shard_run(self, index: int) -> Any:
+        from flows.shard_run import ShardRun
+
+        return ShardRun(
+            index=index, num_rows=10, est_tokens=100, prompt_tokens=60, completion_tokens=50,
+            workers=("worker-0",), queued_s=0.5, run_s=2.0,
+        )  # fmt: skip
 
     def finish(self) -> Any:
         from flows.summary import JobSummary
@@ -87,10 +101,10 @@ def flow_over(runner: FakeRunner) -> Any:
     return make_flow(make_runner)
 
 
-def job() -> Any:
+def job(**fields: Any) -> Any:
     from flows.spec import JobSpec
 
-    return JobSpec.model_validate(SPEC)
+    return JobSpec.model_validate({**SPEC, **fields})
 
 
 def run(runner: FakeRunner) -> Any:
@@ -98,31 +112,33 @@ def run(runner: FakeRunner) -> Any:
     return flow_over(runner)(job(), return_state=True)
 
 
-def recorded(kind: str, flow_run_id: Any) -> list[Any]:
-    """The flow run's task runs or artifacts."""
+def artifacts(flow_run_id: Any) -> dict[str, Any]:
+    """The flow run's artifacts by the last word of their keys."""
     from prefect.client.orchestration import get_client
-    from prefect.client.schemas.filters import (
-        ArtifactFilter,
-        ArtifactFilterFlowRunId,
-        FlowRunFilter,
-        FlowRunFilterId,
-    )
+    from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
 
+    chosen = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run_id]))
     with get_client(sync_client=True) as client:
-        if kind == "artifacts":
-            chosen = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run_id]))
-            return list(client.read_artifacts(artifact_filter=chosen))
-        of_run = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id]))
-        return list(client.read_task_runs(flow_run_filter=of_run))
+        return {
+            str(found.key).rpartition("-")[2]: found
+            for found in client.read_artifacts(artifact_filter=chosen)
+        }
 
 
-def task_run_names(flow_run_id: Any, expected: int) -> list[str]:
-    """Names of the flow run's task runs; the server learns of them a little later."""
+def task_runs(flow_run_id: Any, expected: int) -> list[Any]:
+    """The flow run's task runs in order, once so many are final: the server learns later."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+
+    of_run = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id]))
     deadline_s = time.monotonic() + 20.0
-    while len(found := recorded("task runs", flow_run_id)) < expected:
-        assert time.monotonic() < deadline_s, f"{len(found)} task runs, {expected} expected"
+    while True:
+        with get_client(sync_client=True) as client:
+            found = client.read_task_runs(flow_run_filter=of_run)
+        if len([item for item in found if item.state and item.state.is_final()]) >= expected:
+            return sorted(found, key=lambda item: item.name)
+        assert time.monotonic() < deadline_s, [(item.name, item.state_name) for item in found]
         time.sleep(0.2)
-    return sorted(run.name for run in found)
 
 
 def test_flow_has_one_task_run_per_shard_and_artifacts() -> None:
@@ -132,24 +148,61 @@ def test_flow_has_one_task_run_per_shard_and_artifacts() -> None:
     assert state.message == "29 ok, 1 error of 30 rows"
     assert sorted(runner.submitted) == [0, 1, 2]
     flow_run_id = state.state_details.flow_run_id
-    expected = [f"shard-0000{index} (10 rows)" for index in range(3)]
-    assert task_run_names(flow_run_id, 3) == expected
-    artifacts = {artifact.type: artifact for artifact in recorded("artifacts", flow_run_id)}
-    assert artifacts.keys() == {"progress", "table", "markdown"}
-    assert "29 ok, 1 error" in artifacts["markdown"].data
-    assert '"finish stop"' in artifacts["table"].data
+    found = task_runs(flow_run_id, 3)
+    assert [item.name for item in found] == [
+        f"shard-0000{index} (10 rows, 110 tokens, worker-0, 2.0 s)" for index in range(3)
+    ]
+    assert {item.state.message for item in found} == {
+        "10 rows, 60 prompt and 50 completion tokens on worker-0; waited 0.5 s, ran 2.0 s"
+    }
+    shown = artifacts(flow_run_id)
+    assert {name: item.type for name, item in shown.items()} == {
+        "progress": "progress", "shards": "table", "summary": "markdown", "output": "markdown",
+    }  # fmt: skip
+    assert "29 ok, 1 error" in shown["summary"].data
+    assert "| finish stop | 30 |" in shown["summary"].data
+    assert [row["rows"] for row in json.loads(shown["shards"].data)] == [10, 10, 10]
+    assert shown["output"].data.startswith("[out/x](file:///")
+
+
+def test_c59_many_shards_share_task_runs() -> None:
+    from flows.prefect_flow import MAX_TASK_RUNS, task_groups
+
+    runner = FakeRunner({"ok": 30}, num_shards=3 * MAX_TASK_RUNS - 1)
+    groups = task_groups(runner.pending)
+    assert len(groups) == MAX_TASK_RUNS
+    assert [shard.index for group in groups for shard in group] == list(range(runner.num_shards))
+    assert len(task_groups(runner.pending[:MAX_TASK_RUNS])) == MAX_TASK_RUNS
+    assert task_groups([]) == []
+
+
+def test_shards_that_share_a_task_run_are_all_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flows.prefect_flow.MAX_TASK_RUNS", 2)
+    runner = FakeRunner({"ok": 30}, num_shards=5)
+    state = run(runner)
+    assert sorted(runner.submitted) == [0, 1, 2, 3, 4]
+    names = [item.name for item in task_runs(state.state_details.flow_run_id, 2)]
+    assert names == [
+        "shards 00000-00002 (3 shards, 30 rows, 330 tokens, worker-0, 2.0 s)",
+        "shards 00003-00004 (2 shards, 20 rows, 220 tokens, worker-0, 2.0 s)",
+    ]
 
 
 def test_c25_flow_over_the_error_rate_fails() -> None:
     state = run(FakeRunner({"ok": 20, "error": 10}))
     assert state.is_failed()
     assert "10 error of 30 rows (error rate 33.3%, at most 5.0% is allowed)" in state.message
+    shown = artifacts(state.state_details.flow_run_id)["summary"].data
+    assert shown.startswith("# 20 ok, 10 error of 30 rows (error rate 33.3%")
 
 
 def test_broken_run_fails_its_shard_and_the_flow() -> None:
-    state = run(FakeRunner({"ok": 20}, broken=frozenset({1})))
+    runner = FakeRunner({"ok": 20}, broken=frozenset({1}))
+    state = run(runner)
     assert state.is_failed()
     assert "the device is gone" in state.message
+    names = {item.state_name: item.name for item in task_runs(state.state_details.flow_run_id, 3)}
+    assert names["Failed"] == "shard-00001 (10 rows, about 100 tokens)"
 
 
 def test_c25_exit_status_is_that_of_the_flows_state() -> None:
@@ -174,7 +227,13 @@ def test_real_job_runs_as_a_flow(tiny_model: Path, tmp_path: Path) -> None:
     assert state.message == "6 ok of 6 rows"
     num_shards = len(list((tmp_path / "out" / "results").glob("*.parquet")))
     assert num_shards > 1
-    assert len(task_run_names(state.state_details.flow_run_id, num_shards)) == num_shards
+    flow_run_id = state.state_details.flow_run_id
+    assert len(task_runs(flow_run_id, num_shards)) == num_shards
+    shown = artifacts(flow_run_id)
+    assert (tmp_path / "out" / "report.html").exists()
+    assert str(tmp_path / "out" / "report.html") in shown["report"].data
+    assert "Policy hybrid" in shown["summary"].data or "mode" in shown["summary"].data
+    assert sum(row["rows"] for row in json.loads(shown["shards"].data)) == 6
 
 
 def test_spec_is_the_form() -> None:
@@ -191,3 +250,53 @@ def test_spec_is_the_form() -> None:
         "exclusive",
         "mixed",
     ]
+
+
+# -- GPU slots --
+
+
+@pytest.fixture
+def gpu_limit() -> Iterator[Any]:
+    """Two slots; yields how many are taken."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
+
+    with get_client(sync_client=True) as client:
+        client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name="gpu", limit=2))
+        yield lambda: client.read_global_concurrency_limit_by_name("gpu").active_slots
+        client.delete_global_concurrency_limit_by_name("gpu")
+
+
+def slots_flow(num_slots: int, during: Any = lambda: None) -> Any:
+    """The final state of a flow that holds slots, and what was seen while it held them."""
+    from prefect import flow
+
+    from flows.gpu_slots import gpu_slots_held
+
+    @flow(name="slots")
+    def hold() -> Any:
+        with gpu_slots_held(num_slots):
+            return during()
+
+    return hold(return_state=True)
+
+
+def test_slots_are_held_while_the_job_computes(gpu_limit: Any) -> None:
+    assert slots_flow(2, gpu_limit).result() == 2
+    assert gpu_limit() == 0
+
+
+def test_no_slots_need_no_limit() -> None:
+    assert slots_flow(0, lambda: "computed").result() == "computed"
+
+
+def test_more_slots_than_there_are_is_said_and_not_waited_for(gpu_limit: Any) -> None:
+    state = slots_flow(3)
+    assert state.is_failed()
+    assert "gpu_slots is 3, but the global concurrency limit 'gpu' is 2" in state.message
+
+
+def test_slots_of_no_limit_are_said() -> None:
+    state = slots_flow(1)
+    assert state.is_failed()
+    assert "prefect gcl create gpu --limit N" in state.message

@@ -53,6 +53,8 @@ OPTIONS = {
         "--seed",
         "--credentials",
     },
+    "deploy": {"--job", "--work-pool", "--cron", "--timezone"},
+    "serve": {"--job", "--cron", "--timezone", "--limit"},
     "version": set[str](),
 }
 
