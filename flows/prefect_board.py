@@ -24,6 +24,7 @@ from prefect.logging import get_run_logger
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from flows import prefect_text as text
+from flows.credentials import storage_options
 from flows.progress import Snapshot
 from flows.report import write_report
 from flows.report_data import Telemetry
@@ -140,16 +141,18 @@ class Board:
     def _report(self) -> str | None:
         """Write the job's report into its output; where it is, or None when that cannot be."""
         try:
-            return write_report(self._spec.output)
+            return write_report(self._spec.output, credentials=self._spec.credentials)
         except StorageError as fault:
             self._log.warning("there is no report of the job: %s", fault)
             return None
 
     def _decisions(self) -> str:
         """When the policy switched between prefill and decode apart and together, and why."""
-        with closing(open_views(ObjectStore(self._spec.output))) as con:
+        spec = self._spec
+        options = storage_options(spec.credentials, spec.output)
+        with closing(open_views(ObjectStore(spec.output, storage_options=options))) as con:
             telemetry = Telemetry(con)
-            return policy_sentence(self._spec.engine.policy, telemetry, telemetry.switches())
+            return policy_sentence(spec.engine.policy, telemetry, telemetry.switches())
 
     def _emit(self, event: str, summary: JobSummary) -> None:
         emit_event(

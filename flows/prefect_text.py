@@ -48,14 +48,14 @@ def begun_label(shards: Sequence[Shard]) -> str:
     """The name of a task run that begins: `shard-00007 (1,000 rows, about 250,000 tokens)`."""
     rows = sum(shard.num_rows for shard in shards)
     tokens = sum(shard.est_tokens for shard in shards)
-    name = _name(shards[0].index, shards[-1].index)
+    name = _name([shard.index for shard in shards])
     return f"{name} ({_counts(len(shards), rows)}, about {tokens:,} tokens)"
 
 
 def done_label(runs: Sequence[ShardRun]) -> str:
     """Its name when it is done: `shard-00007 (1,000 rows, 251,322 tokens, worker-0, 12.3 s)`."""
     whole = together(runs)
-    name = _name(runs[0].index, runs[-1].index)
+    name = _name([run.index for run in runs])
     tokens = f"{whole.num_tokens:,} tokens"
     counts = _counts(len(runs), whole.num_rows)
     return f"{name} ({counts}, {tokens}, {_workers(whole)}, {duration(whole.run_s)})"
@@ -86,8 +86,13 @@ def together(runs: Sequence[ShardRun]) -> ShardRun:
     )
 
 
-def _name(first: int, last: int) -> str:
-    return f"shard-{first:05d}" if first == last else f"shards {first:05d}-{last:05d}"
+def _name(indices: Sequence[int]) -> str:
+    """A shard, or several; they may come in any order, as the largest are computed first."""
+    if len(indices) == 1:
+        return f"shard-{indices[0]:05d}"
+    first, last = min(indices), max(indices)
+    joint = "-" if last - first == len(indices) - 1 else " to "
+    return f"shards {first:05d}{joint}{last:05d}"
 
 
 def _counts(num_shards: int, num_rows: int) -> str:
@@ -106,7 +111,7 @@ def shard_table(runs: Sequence[ShardRun]) -> list[dict[str, Any]]:
     """One row a shard of this run; of very many the first ones."""
     return [
         {
-            "shard": _name(run.index, run.index),
+            "shard": _name([run.index]),
             "rows": run.num_rows,
             "prompt tokens": run.prompt_tokens,
             "completion tokens": run.completion_tokens,

@@ -46,6 +46,11 @@ def test_task_run_of_several_shards_says_so() -> None:
     )
 
 
+def test_shards_that_do_not_follow_each_other_are_no_range() -> None:
+    label = text.begun_label([shard(9), shard(2), shard(4)])
+    assert label.startswith("shards 00002 to 00009 (3 shards, 3,000 rows")
+
+
 def test_shards_together_reach_from_the_first_start_to_the_last_end() -> None:
     other = replace(RUN, queued_s=0.1, run_s=1.0)
     whole = text.together([RUN, other])
