@@ -147,6 +147,8 @@ class JobRunner:
         if self.spec.engine.cluster is not None and self._given_model is None:
             self._join_cluster(self.spec.engine.cluster)
         self._reader = RowReader(self.job.dataset, ())
+        if self.num_workers is not None and self._fleet is None:
+            self._places = places(self.num_workers, self.spec.engine.device)
         names = [f"worker-{index}" for index in range(self.num_workers or 0)] or [""]
         coordinator = Coordinator(
             names=names,
@@ -201,7 +203,7 @@ class JobRunner:
             return LocalLink(worker, deliver)
         if self._fleet is not None:
             return self._fleet.make_link(setup, index, deliver)
-        place = places(self.num_workers, self.spec.engine.device)[index]
+        place = self._places[index]
         return ProcessLink(
             setup,
             environ=place.environ,

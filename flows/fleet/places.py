@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import NamedTuple
 
+from flows.errors import SpecError
+
+_log = logging.getLogger(__name__)
 GPUS = Path("/proc/driver/nvidia/gpus")
 
 
@@ -40,9 +44,22 @@ def default_workers(device: str) -> int | None:
 
 
 def places(num_workers: int, device: str) -> list[Place]:
-    """Share a machine out among workers: GPUs in turn, cores evenly."""
+    """Share a machine out among workers: a GPU each, cores evenly.
+
+    Raises:
+        SpecError: there are fewer GPUs than workers.
+    """
     gpus = visible_gpus() if device in ("auto", "cuda") else []
+    if gpus and num_workers > len(gpus):
+        raise SpecError(
+            f"workers is {num_workers}, but there are {len(gpus)} GPUs here; each needs one for "
+            "itself: ask for fewer, or for --device cpu"
+        )
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if not gpus and num_workers > len(cores) > 0:
+        _log.warning(
+            "%d workers share %d cores: fewer of them would be as fast", num_workers, len(cores)
+        )
     return [_place(index, num_workers, gpus, cores) for index in range(num_workers)]
 
 
@@ -54,7 +71,7 @@ def _place(index: int, num_workers: int, gpus: list[str], cores: list[int]) -> P
         num_threads = min(num_threads, int(asked))
     environ = {"OMP_NUM_THREADS": str(num_threads)}
     if gpus:
-        environ["CUDA_VISIBLE_DEVICES"] = gpus[index % len(gpus)]
+        environ["CUDA_VISIBLE_DEVICES"] = gpus[index]
     # Several workers on one core would only push each other around.
     return Place(environ, tuple(share) if len(cores) >= num_workers else None)
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ import psutil
 import pytest
 
 from flows.fleet import coordinator, health
+from flows.journal import Journal
 from flows.runner import run_job
 from flows.spec import JobSpec
 from storage.status import read_status
-from tests.e2e.cases import fleet_spec, in_one_process, results
+from tests.e2e.cases import Crash, fleet_spec, in_one_process, results
 from tests.e2e.conftest import SAMPLE
 from tests.e2e.jobs import Behaviour, comparable, read_results, worker_model
 from workers.errors import ModelError
@@ -177,6 +179,30 @@ def test_c2_a_killed_coordinator_takes_its_workers_along_and_the_next_run_goes_o
     before = read_status(spec.output).done_rows
     assert 200 <= before < 1500
     assert run(spec).by_status == {"ok": 1500}
+    assert comparable(results(spec)) == alone(spec, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "step", ["before_part", "part_written", "result_durable", "result_written", "before_marker"]
+)
+def test_c3_a_crash_at_any_step_of_a_commit_leaves_every_row_once(
+    tmp_path, behave, monkeypatch, step
+) -> None:
+    """The coordinator's, while both workers go on."""
+    spec = fleet_spec(tmp_path, 600, workers=2, shard_tokens=4000, checkpoint_s=0.2, max_seqs=16)
+    behave(delay_s=0.005)
+    seen: Counter[str] = Counter()
+
+    def crash(name: str) -> None:
+        seen[name] += 1
+        if name == step and seen[name] == 2:
+            raise Crash(name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "open", partial(Journal.open, on_step=crash))
+        with pytest.raises(Crash, match=step):
+            run(spec)
+    assert run(spec).by_status == {"ok": 600}
     assert comparable(results(spec)) == alone(spec, tmp_path)
 
 

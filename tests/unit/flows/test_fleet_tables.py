@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 
+from flows.errors import SpecError
 from flows.fleet.health import MAX_FAILURES, Failures, Suspects
 from flows.fleet.messages import Assign
 from flows.fleet.ownership import ANSWERED, NOBODY, RowOwners
@@ -117,6 +118,16 @@ def test_places_share_the_machine_out(monkeypatch) -> None:
     assert [place.environ["OMP_NUM_THREADS"] for place in found] == ["2", "3", "3"]
     assert [place.environ["CUDA_VISIBLE_DEVICES"] for place in found] == ["4", "GPU-b", "7"]
     assert "CUDA_VISIBLE_DEVICES" not in places(1, "cpu")[0].environ
-    assert places(20, "cpu")[0].cores is None
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert places(1, "cpu")[0].environ["OMP_NUM_THREADS"] == "1"
+
+
+def test_c31_more_workers_than_devices_is_refused_and_than_cores_is_said(
+    monkeypatch, caplog
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(SpecError, match="workers is 3, but there are 2 GPUs here"):
+        places(3, "auto")
+    assert places(20, "cpu")[0].cores is None
+    assert "20 workers share 8 cores" in caplog.text

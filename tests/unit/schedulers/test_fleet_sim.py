@@ -51,6 +51,22 @@ def test_every_row_ends_once_and_the_tail_is_no_longer_for_it(seed: int, carries
     assert FleetSimulator(config).run(shards) == with_moves
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_c33_largest_first_ends_sooner_than_first_come_first_served(seed: int) -> None:
+    """Outputs of 16 and of 2,048 tokens, the long ones last: without any other help."""
+    rng = random.Random(seed)
+    shards = [[SimRow(rng.randint(10, 200), 16) for _ in range(40)] for _ in range(30)]
+    shards += [[SimRow(rng.randint(10, 200), 2048) for _ in range(12)] for _ in range(3)]
+    cost = replace(COST, alpha_p=0.01, beta_p=1e-4, alpha_d=0.002, beta_d=0.002)
+    config = replace(CONFIG, num_workers=4, max_seqs=32, cost=cost, rows_ahead=8)
+    first_come = FleetSimulator(config).run(shards)
+    largest_first = FleetSimulator(config).run(
+        sorted(shards, key=lambda shard: -sum(row.num_output_tokens for row in shard))
+    )
+    assert largest_first.makespan_s < first_come.makespan_s
+    assert largest_first.idle_share < first_come.idle_share
+
+
 def test_steps_of_fixed_cost_are_not_shared_in_vain() -> None:
     """Where a step costs the same for one and for many, nothing moves."""
     cost = replace(COST, beta_d=0.0, beta_p=0.0)
