@@ -12,6 +12,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -107,6 +108,8 @@ class S3(S3FileSystem):
         **options: Any,
     ) -> None:
         once = {"retries": {"total_max_attempts": 1, "mode": "standard"}}
+        # One request a read: several at once would ask for the size first.
+        options = {"max_concurrency": 1, **options}
         super().__init__(config_kwargs={**options.pop("config_kwargs", {}), **once}, **options)
         self.retry_log = RetryLog()
         self._fault = fault
@@ -115,6 +118,20 @@ class S3(S3FileSystem):
         self._renewing = asyncio.Lock()
         self._num_renewals = 0
         self._answers = True
+
+    @staticmethod
+    def close_session(loop: asyncio.AbstractEventLoop | None, s3: Any) -> None:
+        """Close a session on the loop that made it. The last reference may go in any thread, also
+        in one that runs a loop of its own.
+        """
+        if loop is None or not loop.is_running():
+            return
+        closing = asyncio.run_coroutine_threadsafe(s3.__aexit__(None, None, None), loop)
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:  # this thread may wait a moment, so that nothing is open at its end
+            with suppress(TimeoutError):
+                closing.result(0.1)
 
     # -- all requests --
 

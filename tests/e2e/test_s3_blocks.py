@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def prefect_server() -> Iterator[None]:
+def block_server() -> Iterator[None]:
     """A Prefect server in a temporary place."""
     pytest.importorskip("prefect_aws")
     from prefect.testing.utilities import prefect_test_harness
@@ -53,7 +53,7 @@ def save(name: str, keys: Keys, endpoint: str) -> None:
 
 
 def test_a_job_runs_with_a_blocks_credentials_and_keeps_them_to_itself(
-    prefect_server: None, no_chain: None, s3_server: SeaweedServer, s3_bucket: str, tmp_path: Path
+    block_server: None, no_chain: None, s3_server: SeaweedServer, s3_bucket: str, tmp_path: Path
 ) -> None:
     save("dev", ADMIN, s3_server.endpoint)
     source = write_dataset(tmp_path / "in.parquet", 60)
@@ -79,7 +79,7 @@ def is_told(data: bytes, keys: Keys) -> bool:
 
 
 def test_c46_a_block_that_was_renewed_is_read_again(
-    prefect_server: None, no_chain: None, s3_server: SeaweedServer, s3_bucket: str
+    block_server: None, no_chain: None, s3_server: SeaweedServer, s3_bucket: str
 ) -> None:
     from storage.objects import ObjectStore
 
@@ -95,6 +95,6 @@ def test_c46_a_block_that_was_renewed_is_read_again(
         assert proxy.faults["expired"] == 1
 
 
-def test_a_block_that_is_not_there_is_one_line(prefect_server: None) -> None:
+def test_a_block_that_is_not_there_is_one_line(block_server: None) -> None:
     with pytest.raises(SpecError, match=r"^there is no Prefect block 'aws-credentials/nobody' on "):
         storage_options("aws-credentials/nobody", "s3://bucket/out")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 from flows.runner import run_job
 from flows.spec import JobSpec
 from storage.catalogue import FILE
+from storage.remote_catalogue import RemoteCatalogue
 from storage.status import read_status
 from tests.e2e.cases import Witness, make_spec
 from tests.e2e.jobs import TokenLog, comparable, fake_model, write_dataset
@@ -301,6 +303,23 @@ def test_c45_the_catalogue_is_beside_the_results_and_needs_no_extension(
         assert done[0] > 1
         assert con.execute("SELECT count(*) > 0 FROM step_costs").fetchall() == [(True,)]
     assert list(cache.rglob(FILE)) == [], "the copy of this machine is gone once it is uploaded"
+
+
+def test_c45_results_too_large_to_copy_are_read_through_fsspec(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flows.journal.RemoteCatalogue", partial(RemoteCatalogue, results_bytes=0))
+    spec = bucket.spec(200)
+    run_job(spec, model=fake_model())
+    with (
+        client(os.environ["AWS_ENDPOINT_URL"]) as fs,
+        duckdb.connect(str(bucket.fetch(spec, FILE)), read_only=True) as con,
+    ):
+        con.execute("SET autoinstall_known_extensions = false")
+        con.execute("SET autoload_known_extensions = false")
+        con.register_filesystem(fs)
+        rows = con.execute("SELECT n, status FROM results ORDER BY n").fetchall()
+    assert rows == [(n, "ok") for n in range(200)]
 
 
 # -- one clear line, before a model is loaded --

@@ -308,3 +308,23 @@ def test_the_log_counts_by_object_and_is_bounded() -> None:
         log.note(f"many/{number}", "put_object", "SlowDown", 0.1)
     assert log.num_retries == 3004
     assert len(log.take()) == 1000
+
+
+def test_a_session_is_closed_on_its_own_loop_wherever_it_is_let_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A garbage collection may come in the thread of another loop, such as Prefect's."""
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    fs = S3(fault=OutputError, endpoint_url=URL, skip_instance_cache=True)
+    fs.connect()
+    opened = fs._s3._endpoint.http_session
+    assert opened._sessions is not None
+
+    async def let_go() -> None:
+        fs.close_session(fs.loop, fs._s3creator)
+
+    asyncio.run(let_go())
+    deadline_s = time.monotonic() + 5
+    while opened._sessions is not None and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert opened._sessions is None
