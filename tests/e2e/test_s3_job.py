@@ -229,7 +229,7 @@ def test_a_run_that_is_stopped_while_the_server_is_gone_ends_in_time(
     bucket: Bucket, s3_server: SeaweedServer, tiny_model: Path
 ) -> None:
     """A flow that is cancelled has half a minute. What was finished before is kept."""
-    command = cli_run(bucket.put_input(150), f"s3://{bucket.name}/out", tiny_model)
+    command = cli_run(bucket.put_input(80), f"s3://{bucket.name}/out", tiny_model)
     command += ["--checkpoint-s", "0.2", "--shard-tokens", "2000"]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as child:
         while status_of(f"s3://{bucket.name}/out") < 10:
@@ -245,10 +245,10 @@ def test_a_run_that_is_stopped_while_the_server_is_gone_ends_in_time(
     assert "Traceback" not in said
     s3_server.start()
     kept = status_of(f"s3://{bucket.name}/out")
-    assert 10 <= kept < 150
+    assert 10 <= kept < 80
     done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert status_of(f"s3://{bucket.name}/out") == 150
+    assert status_of(f"s3://{bucket.name}/out") == 80
 
 
 def status_of(output: str) -> int:
