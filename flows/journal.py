@@ -22,7 +22,7 @@ from storage.catalogue import Catalogue
 from storage.ledger import Ledger
 from storage.marker import Tally
 from storage.record import JobRecord
-from storage.remote import retry_log
+from storage.remote import hurry, retry_log
 from storage.remote_catalogue import RemoteCatalogue
 from storage.results import ResultColumns
 from storage.shards import Shard, cut_shards
@@ -209,6 +209,14 @@ class Journal:
         """Called after every checkpoint."""
         self.ledger.beat()
         self._flush(force=self._clock() >= self._flush_due_s)
+
+    def hurry(self) -> None:
+        """The run is to end: a store that does not answer is not waited for as long as usual.
+
+        Safe from other threads and signal handlers.
+        """
+        for fs in (self._job.dataset.fs, self.ledger.store.fs):
+            hurry(fs)
 
     def close(self) -> None:
         """Write what is left, bring the catalogue up to date and give the output back."""

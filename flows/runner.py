@@ -274,6 +274,8 @@ class JobRunner:
         """
         self._stopped = self._stopped or reason
         self._interrupt()
+        if hasattr(self, "journal"):  # else the output is not open yet
+            self.journal.hurry()
 
     def _interrupt(self) -> None:
         if self._coordinator is None:

@@ -204,6 +204,13 @@ class RetryLog:
         return list(records.values())
 
 
+def hurry(fs: Any) -> None:
+    """Tell a file system that repeats requests to give them up soon; no other is in the way."""
+    told = getattr(fs, "hurry", None)
+    if callable(told):
+        told()
+
+
 def retry_log(fs: Any) -> RetryLog | None:
     """The log of a file system that repeats requests; None of any other."""
     found = getattr(fs, "retry_log", None)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -41,6 +42,8 @@ GIVEN_UP_S = 5.0
 """The same after a request that was given up, until one succeeds: a run that ends because its
 server is gone does not wait for it once more with each thing that it tries on its way out.
 """
+HURRY_S = 12.0
+"""The same after the run has been told to stop: it has half a minute to end."""
 FIRST_WAIT_S = 0.2
 MAX_WAIT_S = 8.0
 """Before each repetition a random wait below a bound, which doubles from the first to the second of
@@ -94,6 +97,7 @@ class S3(S3FileSystem):
 
     Attributes:
         retry_log: repeated requests.
+        hurried_s: when it was told to hurry; None if it was not.
     """
 
     retries = 1  # of s3fs: each of its tries is one of ours
@@ -118,6 +122,11 @@ class S3(S3FileSystem):
         self._renewing = asyncio.Lock()
         self._num_renewals = 0
         self._answers = True
+        self.hurried_s: float | None = None
+
+    def hurry(self) -> None:
+        """From now on requests are given up soon, also those that are being repeated already."""
+        self.hurried_s = time.monotonic()
 
     @staticmethod
     def close_session(loop: asyncio.AbstractEventLoop | None, s3: Any) -> None:
@@ -141,7 +150,7 @@ class S3(S3FileSystem):
         repeat = AsyncRetrying(
             retry=retry_if_exception(lambda fault: kind_of(fault) in ("transient", "expired")),
             wait=wait_random_exponential(multiplier=FIRST_WAIT_S, max=MAX_WAIT_S),
-            stop=stop_any(stop_before_delay(retry_s), StaysExpired()),
+            stop=stop_any(stop_before_delay(retry_s), StaysExpired(), InAHurry(self)),
             before_sleep=partial(self._note, asked),
             reraise=True,
         )
@@ -359,3 +368,18 @@ class StaysExpired(stop_base):
         fault = None if retry_state.outcome is None else retry_state.outcome.exception()
         expired = fault is not None and kind_of(fault) == "expired"
         return expired and retry_state.attempt_number >= EXPIRED_TRIES
+
+
+class InAHurry(stop_base):
+    """The run is to end, and this request has had its share of what time is left."""
+
+    def __init__(self, fs: S3) -> None:
+        self._fs = fs
+
+    def __call__(self, retry_state: RetryCallState) -> bool:
+        hurried_s, spent_s = self._fs.hurried_s, retry_state.seconds_since_start
+        if hurried_s is None or spent_s is None:
+            return False
+        wait_s = retry_state.upcoming_sleep
+        left_s = hurried_s + HURRY_S - time.monotonic()
+        return wait_s > left_s and spent_s + wait_s > GIVEN_UP_S

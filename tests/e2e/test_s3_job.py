@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ import pytest
 from flows.runner import run_job
 from flows.spec import JobSpec
 from storage.catalogue import FILE
+from storage.errors import InputError
 from storage.remote_catalogue import RemoteCatalogue
 from storage.status import read_status
 from tests.e2e.cases import Witness, make_spec
@@ -221,6 +223,51 @@ def test_a_server_that_is_gone_for_30_s_ends_nothing(
     assert read_status(spec.output).complete
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_run_that_is_stopped_while_the_server_is_gone_ends_in_time(
+    bucket: Bucket, s3_server: SeaweedServer, tiny_model: Path
+) -> None:
+    """A flow that is cancelled has half a minute. What was finished before is kept."""
+    command = cli_run(bucket.put_input(80), f"s3://{bucket.name}/out", tiny_model)
+    command += ["--checkpoint-s", "0.2", "--shard-tokens", "2000"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as child:
+        while status_of(f"s3://{bucket.name}/out") < 10:
+            assert child.poll() is None
+            time.sleep(0.2)
+        s3_server.kill()
+        time.sleep(3)
+        child.send_signal(signal.SIGTERM)
+        told_s = time.monotonic()
+        _, said = child.communicate(timeout=100)
+        assert time.monotonic() - told_s < 30, said
+    assert child.returncode in (1, 2)
+    assert "Traceback" not in said
+    s3_server.start()
+    kept = status_of(f"s3://{bucket.name}/out")
+    assert 10 <= kept < 80
+    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert status_of(f"s3://{bucket.name}/out") == 80
+
+
+def status_of(output: str) -> int:
+    """Rows that an output holds; 0 before there is one."""
+    try:
+        return read_status(output).done_rows
+    except InputError:
+        return 0
+
+
+def cli_run(source: str, output: str, model: Path) -> list[str]:
+    """`flows run` of a small model that takes some seconds."""
+    return [
+        sys.executable, "-m", "flows.cli", "run", source, "--model", str(model), "--local",
+        "--prompt", "{{ text }}", "--max-tokens", "40", "--ignore-eos", "--dtype", "float32",
+        "--memory", "64MiB", "--max-seqs", "4", "--keep-columns", "n", "--output", output,
+    ]  # fmt: skip
+
+
 # -- two at once --
 
 
@@ -229,11 +276,7 @@ def test_of_two_runs_at_the_same_moment_one_is_accepted_and_one_is_refused(
     bucket: Bucket, tiny_model: Path, tmp_path: Path
 ) -> None:
     source, output = bucket.put_input(150), f"s3://{bucket.name}/out"
-    command = [
-        sys.executable, "-m", "flows.cli", "run", source, "--model", str(tiny_model), "--local",
-        "--prompt", "{{ text }}", "--max-tokens", "40", "--ignore-eos", "--dtype", "float32",
-        "--memory", "64MiB", "--max-seqs", "4", "--keep-columns", "n", "--output", output,
-    ]  # fmt: skip
+    command = cli_run(source, output, tiny_model)
     children = [
         subprocess.Popen(
             command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True

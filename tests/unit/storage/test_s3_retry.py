@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +22,7 @@ from botocore.exceptions import (
 from s3fs.errors import translate_boto_error
 
 from storage.errors import InputError, OutputError
-from storage.remote import RetryLog
+from storage.remote import RetryLog, hurry
 from storage.s3 import EXPIRED_TRIES, S3, Arrived
 from storage.s3_faults import Asked, Kind, explain, kind_of
 
@@ -172,6 +173,20 @@ def test_after_one_was_given_up_the_rest_is_soon_given_up(monkeypatch: pytest.Mo
     fs._outcomes = [{"ETag": "e"}, refusal("SlowDown", 503), {"ETag": "f"}]
     assert put(fs) == {"ETag": "e"}
     assert put(fs) == {"ETag": "f"}, "it answers again, so it is waited for again"
+
+
+def test_a_run_that_is_to_end_does_not_wait_for_a_server_that_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("storage.s3.HURRY_S", 0.3)
+    monkeypatch.setattr("storage.s3.GIVEN_UP_S", 0.3)
+    fs = scripted(EndpointConnectionError(endpoint_url=URL), retry_s=60.0)
+    threading.Timer(0.3, hurry, [fs]).start()
+    started_s = time.monotonic()
+    with pytest.raises(OutputError, match="did not do it"):
+        put(fs)
+    assert time.monotonic() - started_s < 5
+    hurry(object())
 
 
 def test_c46_expired_credentials_are_renewed_and_the_request_is_repeated() -> None:
