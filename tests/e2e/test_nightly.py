@@ -1,11 +1,13 @@
 """The product as a team runs it: deployed to a Prefect server on PostgreSQL, started through its
-API as the UI does, run by a Prefect worker, and looked at in a browser.
+API as the UI does, run by a Prefect worker on two workers from `s3://` to `s3://`, and looked at in
+a browser.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -27,6 +29,7 @@ from tests.e2e.jobs import read_results
 from tests.services.browser import browser, has_browser, whole_page
 from tests.services.prefect_server import ROOT, PrefectServer
 from tests.services.processes import wait_until
+from tests.services.seaweed import SeaweedServer, client
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -39,14 +42,25 @@ PROMPT = "Say in five words what this is for: {{ description }}"
 
 @dataclass(frozen=True)
 class Deployed:
-    """A server with both deployments, and where the nightly job's data lie."""
+    """A server with both deployments, and the bucket of the nightly job's data."""
 
     server: PrefectServer
+    s3: SeaweedServer
+    bucket: str
     folder: Path
 
-    def output_of(self, run: dict[str, Any]) -> Path:
+    def url_of(self, run: dict[str, Any]) -> str:
+        """The output of a night."""
         at = datetime.fromisoformat(run["expected_start_time"]).astimezone(ZoneInfo(ZONE))
-        return self.folder / f"out-{at.date()}"
+        return f"s3://{self.bucket}/out-{at.date()}"
+
+    def output_of(self, run: dict[str, Any]) -> Path:
+        """A copy of a night's output."""
+        copy = self.folder / str(run["id"])
+        if not copy.exists():
+            with client(self.s3.endpoint) as fs:
+                fs.get(f"{self.url_of(run)}/", f"{copy}/", recursive=True)
+        return copy
 
 
 def command(server: PrefectServer, *args: str) -> subprocess.CompletedProcess[str]:
@@ -60,25 +74,27 @@ def command(server: PrefectServer, *args: str) -> subprocess.CompletedProcess[st
 
 @pytest.fixture(scope="module")
 def deployed(
-    prefect_server: PrefectServer, tmp_path_factory: pytest.TempPathFactory
+    prefect_server: PrefectServer,
+    s3_process: SeaweedServer,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Deployed]:
-    """Both deployments, registered by `flows deploy`, and a Prefect worker.
-
-    Local paths. Where an object store is wanted, `input` and `output` are the only lines to change.
-    """
+    """Both deployments, registered by `flows deploy`, and a Prefect worker."""
     folder = tmp_path_factory.mktemp("nightly")
-    rows = pq.read_table(SAMPLE).slice(0, NUM_ROWS)
+    s3_process.start()
+    bucket = s3_process.new_bucket()
+    pq.write_table(pq.read_table(SAMPLE).slice(0, NUM_ROWS), folder / "in.parquet")
     now = datetime.now(UTC).astimezone(ZoneInfo(ZONE))
-    for day in {now.date(), (now + timedelta(hours=1)).date()}:
-        pq.write_table(rows, folder / f"in-{day}.parquet")
+    with client(s3_process.endpoint) as fs:
+        for day in {now.date(), (now + timedelta(hours=1)).date()}:
+            fs.put_file(str(folder / "in.parquet"), f"{bucket}/in-{day}.parquet")
     job = {
-        "input": f"{folder}/in-{{{{ date }}}}.parquet",
-        "output": f"{folder}/out-{{{{ date }}}}",
+        "input": f"s3://{bucket}/in-{{{{ date }}}}.parquet",
+        "output": f"s3://{bucket}/out-{{{{ date }}}}",
         "prompt": PROMPT,
         "id_column": "package",
         "shard_tokens": 400,
         "sampling": {"max_tokens": 8},
-        "engine": {"memory": "1GiB"},
+        "engine": {"memory": "3GiB", "workers": 2},
     }
     (folder / "job.yaml").write_text(yaml.safe_dump(job))
     done = command(
@@ -93,8 +109,8 @@ def deployed(
         f"schedule of nightly: 30 1 * * * ({ZONE})",
         f"run them with: prefect worker start --pool {POOL}",
     ]
-    with prefect_server.worker(POOL):
-        yield Deployed(prefect_server, folder)
+    with prefect_server.worker(POOL, **s3_process.environment()):
+        yield Deployed(prefect_server, s3_process, bucket, folder)
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +216,7 @@ def test_automations_are_taken_by_the_server(prefect_server: PrefectServer) -> N
 def test_night_is_complete_and_says_its_counts(deployed: Deployed, night: dict[str, Any]) -> None:
     message = f"{NUM_ROWS} ok of {NUM_ROWS} rows"
     assert (night["state_type"], night["state"]["message"]) == ("COMPLETED", message)
-    day = deployed.output_of(night).name.removeprefix("out-")
+    day = deployed.url_of(night).partition("/out-")[2]
     assert night["name"] == f"nightly {day}"
     assert {"headrace", "model:smollm2", "task:generate"} <= set(night["tags"])
     assert f"out-{day}" in deployed.server.logs(night["id"])
@@ -224,10 +240,10 @@ def test_task_runs_say_rows_tokens_worker_and_time(
         table = pq.read_table(file, columns=["prompt_tokens", "completion_tokens"])
         tokens = sum(sum(column.to_pylist()) for column in table.columns)
         rows = f"{table.num_rows} row{'s' if table.num_rows > 1 else ''}"
-        name = f"shard-{index:05d} ({rows}, {tokens:,} tokens, worker-0, "
-        assert task["name"].startswith(name), task["name"]
-        assert task["state"]["message"].startswith(rows), task["state"]
-        assert "completion tokens on worker-0; waited" in task["state"]["message"]
+        name = rf"shard-{index:05d} \({rows}, {tokens:,} tokens, (worker-[01](?:, )?)+, [\d.]+ s\)"
+        assert re.fullmatch(name, task["name"]), task["name"]
+        message = rf"{rows}, .* completion tokens on (worker-[01](?:, )?)+; waited .* s, ran .* s"
+        assert re.fullmatch(message, task["state"]["message"]), task["state"]
 
 
 def test_artifacts_show_the_job(deployed: Deployed, night: dict[str, Any]) -> None:
@@ -241,10 +257,10 @@ def test_artifacts_show_the_job(deployed: Deployed, night: dict[str, Any]) -> No
     page = shown["summary"]["data"]
     assert page.startswith(f"# {NUM_ROWS} ok of {NUM_ROWS} rows")
     assert "## Prefill and decode: apart or together" in page
-    report = deployed.output_of(night) / "report.html"
-    assert report.exists()
-    assert report.as_uri() in shown["report"]["data"]
-    assert deployed.output_of(night).as_uri() in shown["output"]["data"]
+    assert (deployed.output_of(night) / "report.html").exists()
+    url = deployed.url_of(night)
+    assert shown["report"]["data"] == f"[report of the job]({url}/report.html)"
+    assert shown["output"]["data"] == f"[{url}]({url})"
 
 
 def test_events_tell_of_shards_and_the_job(deployed: Deployed, night: dict[str, Any]) -> None:
@@ -260,7 +276,8 @@ def test_events_tell_of_shards_and_the_job(deployed: Deployed, night: dict[str, 
         item["prefect.resource.id"] for item in done["related"]
     }
     shards = server.events("headrace.shard.done", resource=f"{resource}.shard.")
-    assert [event["payload"]["index"] for event in shards] == list(range(len(record["shards"])))
+    indices = sorted(event["payload"]["index"] for event in shards)
+    assert indices == list(range(len(record["shards"])))
     assert server.events("headrace.job.error-rate-exceeded", resource=resource) == []
 
 
