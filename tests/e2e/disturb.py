@@ -35,7 +35,7 @@ from tests.services.seaweed import SeaweedServer, client
 ROOT = Path(__file__).parents[2]
 KINDS = ("worker", "coordinator", "s3", "prefect")
 ROWS_A_ROUND = 2500
-STEP_S = 0.01
+STEP_S = 0.03
 
 
 @dataclass

@@ -174,7 +174,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_one_that_was_left_alone(
         random.Random(3),
     )
     num_killed = 0
-    for last in (False, False, False, False, True):
+    for last in (False, False, True):
         before = log.total()
         with subprocess.Popen(bucket.command(spec, log, "--delay-s", "0.02"), cwd=ROOT) as child:
             if last:
@@ -185,7 +185,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_one_that_was_left_alone(
             num_killed += child.poll() is None
             child.kill()
     assert child.returncode == 0
-    assert num_killed >= 3
+    assert num_killed == 2
     check_all(bucket.rows(spec), 1000)
     assert comparable(bucket.rows(spec)) == comparable(bucket.rows(whole))
     assert log.total() < 2 * one_pass.num_tokens
@@ -195,10 +195,13 @@ def test_a_run_that_is_killed_again_and_again_ends_as_one_that_was_left_alone(
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_server_that_is_gone_for_30_s_ends_nothing(
+def test_a_server_that_is_gone_for_a_while_ends_nothing(
     bucket: Bucket, s3_server: SeaweedServer, tmp_path: Path
 ) -> None:
-    """Killed as by a power cut in the middle of a job, and started again on the same data."""
+    """Killed as by a power cut in the middle of a job, and started again on the same data.
+
+    For half a minute and in all rounds: `tests/e2e/disturb.py`.
+    """
     whole = bucket.spec(1500, "whole", shard_tokens=6000)
     one_pass = Witness()
     run_job(whole, model=fake_model(on_execute=one_pass))
@@ -211,7 +214,7 @@ def test_a_server_that_is_gone_for_30_s_ends_nothing(
             assert child.poll() is None
             time.sleep(0.05)
         s3_server.kill()
-        time.sleep(30)
+        time.sleep(10)
         assert child.poll() is None, child.stderr and child.stderr.read()
         s3_server.start()
         _, said = child.communicate(timeout=120)

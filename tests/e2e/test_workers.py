@@ -297,13 +297,13 @@ def test_c58_four_workers_start_at_once_on_an_empty_cache(tmp_path, monkeypatch)
 
 @pytest.mark.timeout(600)
 def test_random_kills_of_workers_and_coordinator(tmp_path, behave) -> None:
-    """Twenty rounds: a worker or the coordinator is killed at a random moment."""
+    """A worker or the coordinator is killed at a random moment, ten times."""
     rng = random.Random(0)
-    spec = fleet_spec(tmp_path, 4000, workers=2, shard_tokens=8000, checkpoint_s=0.2, max_seqs=16)
+    spec = fleet_spec(tmp_path, 2000, workers=2, shard_tokens=8000, checkpoint_s=0.2, max_seqs=16)
     rounds = 0
-    while rounds < 20:
+    while rounds < 10:
         job = start_job(spec, tmp_path, delay_s=0.01)
-        while job.poll() is None and rounds < 20:
+        while job.poll() is None and rounds < 10:
             time.sleep(rng.uniform(0.5, 2.5))
             if job.poll() is not None:
                 break
@@ -314,10 +314,10 @@ def test_random_kills_of_workers_and_coordinator(tmp_path, behave) -> None:
                 job.wait()
             else:
                 rng.choice(workers).kill()
-        if rounds < 20 and job.poll() == 0:
+        if rounds < 10 and job.poll() == 0:
             break
         job.kill()
         job.wait()
-    assert run(spec).by_status == {"ok": 4000}
+    assert run(spec).by_status == {"ok": 2000}
     assert comparable(results(spec)) == alone(spec, tmp_path)
-    assert rounds >= 10
+    assert rounds >= 5
