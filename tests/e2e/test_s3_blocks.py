@@ -11,9 +11,9 @@ import pytest
 from flows.credentials import storage_options
 from flows.errors import SpecError
 from flows.runner import run_job
-from storage.status import read_status
 from tests.e2e.cases import make_spec
 from tests.e2e.jobs import fake_model, write_dataset
+from tests.e2e.test_cli_job import Shell
 from tests.services.faults import FaultProxy
 from tests.services.seaweed import ADMIN, ROTATED, Keys, SeaweedServer, client
 
@@ -53,7 +53,12 @@ def save(name: str, keys: Keys, endpoint: str) -> None:
 
 
 def test_a_job_runs_with_a_blocks_credentials_and_keeps_them_to_itself(
-    block_server: None, no_chain: None, s3_server: SeaweedServer, s3_bucket: str, tmp_path: Path
+    block_server: None,
+    no_chain: None,
+    s3_server: SeaweedServer,
+    s3_bucket: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     save("dev", ADMIN, s3_server.endpoint)
     source = write_dataset(tmp_path / "in.parquet", 60)
@@ -65,8 +70,11 @@ def test_a_job_runs_with_a_blocks_credentials_and_keeps_them_to_itself(
         credentials="minio-credentials/dev",
     )  # fmt: skip
     assert run_job(spec, model=fake_model()).complete
-    options = storage_options("minio-credentials/dev", output)
-    assert read_status(output, storage_options=options).complete
+    flows = Shell(capsys)
+    for command in ("status", "profile", "simulate", "report"):
+        assert flows(command, output, "--credentials", "minio-credentials/dev") == 0, flows.err
+    assert flows("status", output, "--credentials", "minio-credentials/nobody") == 2
+    assert "there is no Prefect block 'minio-credentials/nobody'" in flows.err
     with client(s3_server.endpoint) as fs:
         files = fs.find(f"{s3_bucket}/out")
         holding = [file for file in files if is_told(fs.cat_file(file), ADMIN)]

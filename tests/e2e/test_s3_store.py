@@ -118,6 +118,18 @@ def test_c48_every_operation_survives_every_transient_fault(
     assert store.fs.retry_log.num_retries >= at_least // 2, "aiohttp repeats some by itself"
 
 
+def test_c48_an_answer_that_takes_too_long_is_asked_for_again(
+    proxy: FaultProxy, s3_bucket: str
+) -> None:
+    options = {"config_kwargs": {"read_timeout": 1}}
+    store = ObjectStore(f"s3://{s3_bucket}/out", storage_options=options)
+    store.write("a", b"1")
+    proxy.add("delay", times=1, method="GET", delay_s=30.0)
+    assert store.read("a") == b"1"
+    (record,) = store.fs.retry_log.take()
+    assert (record.operation, record.cause) == ("get_object", "ReadTimeoutError")
+
+
 def test_a_file_is_not_there_before_its_block_ends(store: ObjectStore, s3_bucket: str) -> None:
     with store.writer("r/x") as file:
         file.write(b"abc")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from botocore.exceptions import (
 from s3fs.errors import translate_boto_error
 
 from storage.errors import InputError, OutputError
-from storage.remote import RetryLog, hurry
+from storage.remote import RetryLog, hurry, open_filesystem
 from storage.s3 import EXPIRED_TRIES, S3, Arrived
 from storage.s3_faults import Asked, Kind, explain, kind_of
 
@@ -343,3 +344,10 @@ def test_a_session_is_closed_on_its_own_loop_wherever_it_is_let_go(
     while opened._sessions is not None and time.monotonic() < deadline_s:
         time.sleep(0.01)
     assert opened._sessions is None
+
+
+def test_without_s3fs_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.delitem(sys.modules, "storage.s3")
+    with pytest.raises(InputError, match=r"s3://b/in needs s3fs.*pip install 'headrace\[s3\]'"):
+        open_filesystem("s3://b/in", fault=InputError)
