@@ -12,6 +12,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.deployments.adhoc import FLOW, run_name
 from flows.deployments.form import job_form, job_of, placed
+from flows.model import Model
 from flows.prefect_flow import TASKS_IN_FLIGHT, Runner, run_in_flow
 from flows.progress import Progress
 from flows.runner import JobRunner
@@ -21,9 +22,13 @@ from tests.e2e.jobs import fake_model
 STEP_S = 0.06
 
 
+def paced_model(spec: JobSpec) -> Model:
+    """The model of every worker process."""
+    return fake_model(on_execute=lambda _: time.sleep(STEP_S))
+
+
 def paced_runner(spec: JobSpec, progress: Progress) -> AbstractContextManager[Runner]:
-    model = fake_model(on_execute=lambda _: time.sleep(STEP_S))
-    return JobRunner(spec, model=model, progress=progress)
+    return JobRunner(spec, find_model=paced_model, progress=progress)
 
 
 @flow(

@@ -26,7 +26,7 @@ from tests.services.processes import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
 
-NUM_ROWS = 300
+NUM_ROWS = 500
 GRACE_S = 30.0
 """What Prefect gives a process between SIGTERM and SIGKILL."""
 
@@ -60,12 +60,12 @@ def server(prefect_server: PrefectServer) -> Iterator[PrefectServer]:
 
 @pytest.fixture
 def job(tmp_path: Path) -> dict[str, Any]:
-    """About half a minute of work."""
+    """Some 25 seconds of work for two worker processes."""
     return {
         "input": str(write_dataset(tmp_path / "in.parquet", NUM_ROWS)),
         "output": str(tmp_path / "out"), "prompt": {"template": "{{ text }}"},
         "shard_tokens": 1500, "checkpoint_s": 0.2, "sampling": {"max_tokens": 20},
-        "engine": {"max_seqs": 8},
+        "engine": {"max_seqs": 8, "workers": 2},
     }  # fmt: skip
 
 

@@ -196,17 +196,10 @@ class PrefectServer:
         )  # fmt: skip
         return sorted(found, key=lambda item: item["name"])
 
-    def events(self, *names: str, resource: str = "") -> list[dict[str, Any]]:
-        """Events of these names, of resources whose id begins so."""
-        found = self.post(
-            "/events/filter",
-            filter={"event": {"name": list(names)}, "order": "ASC"},
-            limit=50,
-        )["events"]
-        return [
-            event for event in found
-            if event["resource"]["prefect.resource.id"].startswith(resource)
-        ]  # fmt: skip
+    def events(self, *names: str, resource: str) -> list[dict[str, Any]]:
+        """Events of these names, of resources whose id begins so; the first 50."""
+        wanted = {"event": {"name": list(names)}, "resource": {"id_prefix": [resource]}}
+        return self.post("/events/filter", filter={**wanted, "order": "ASC"}, limit=50)["events"]
 
 
 @contextmanager
