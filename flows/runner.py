@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Self
 from flows.busy import BusyTimes
 from flows.collector import Collector, Item, OpenShard
 from flows.errors import SpecError
-from flows.fleet.coordinator import Coordinator
+from flows.fleet.coordinator import MESSAGES, Coordinator
 from flows.fleet.links import Deliver, Link, LocalLink, ProcessLink
 from flows.fleet.messages import OpenModel, WorkerSetup
 from flows.fleet.places import default_workers, places
@@ -99,7 +99,7 @@ class JobRunner:
         self._clock = clock
         self._step_timeout_s = step_timeout_s
         self._threads = ThreadGroup(on_failure=self._interrupt)
-        self._outbox: Outbox[Item] = Outbox(1024)
+        self._outbox: Outbox[Item] = Outbox(MESSAGES)
         self._coordinator: Coordinator | None = None
         self._collector: Collector | None = None
         self._shard_runs = ShardRuns(clock=clock)

@@ -64,6 +64,9 @@ SILENCE_S = 60.0
 STOP_S = 20.0
 """Seconds after which a worker that was told to stop is killed."""
 
+MESSAGES = 16
+"""That wait to be heard, and to be written: whoever says more waits."""
+
 Status = Literal["starting", "ready", "ending", "waiting", "over"]
 _log = logging.getLogger(__name__)
 
@@ -147,7 +150,7 @@ class Coordinator:
         self._steal = steal and len(names) > 1
         self._on_ready = on_ready
         self._on_assign = on_assign
-        self._inbox: Outbox[tuple[int, int, Event] | Assign] = Outbox(4096)
+        self._inbox: Outbox[tuple[int, int, Event] | Assign] = Outbox(MESSAGES)
         self._owners = RowOwners()
         self._pieces: deque[Assign] = deque()
         self._suspects = Suspects()

@@ -57,6 +57,9 @@ from workers.setup import EngineOptions, device_memory_bytes, make_engine
 READY_REQUESTS = 512
 """Requests kept tokenised ahead of the engine."""
 
+ROWS_A_MESSAGE = 64
+"""Rows told at a time, at most: queues are bounded by messages, and so by rows."""
+
 STOP_GRACE_S = 15.0
 """Seconds that a step may still take once the worker has been told to stop."""
 
@@ -97,7 +100,7 @@ class Worker:
         self._busy = busy or BusyTimes(clock=clock)
         self._threads = ThreadGroup(on_failure=self._interrupt)
         self._requests = RequestQueue(READY_REQUESTS)
-        self._outbox: Outbox[Item] = Outbox(1024)
+        self._outbox: Outbox[Item] = Outbox(512)
         self._in_flight: dict[str, RowRef] = {}
         self._loaded = False
         self._stopping = False
@@ -388,9 +391,11 @@ class Worker:
                 rows.append(item)
         if rows:
             with self._outlet_meter("detokenising"):
-                made = tuple(self._to_rows(rows))
-            self._count(-len(made))
-            self._emit(Rows(made))
+                made = self._to_rows(rows)
+            for start in range(0, len(made), ROWS_A_MESSAGE):
+                message = Rows(tuple(made[start : start + ROWS_A_MESSAGE]))
+                self._count(-len(message.rows))
+                self._emit(message)
         if records:
             self._emit(Steps(tuple(records)))
 

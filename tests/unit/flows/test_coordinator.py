@@ -7,6 +7,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +38,7 @@ from flows.fleet.messages import (
     Started,
     Stop,
 )
-from flows.queues import RowKey, RowRef
+from flows.queues import RowKey, RowRef, Stopped
 from schedulers.load import Load
 from schedulers.memory import MemoryPlan
 from storage.results import ResultRow
@@ -207,10 +208,18 @@ class Job:
 
     def run(self, *shards: Shard) -> None:
         self.coordinator.start()
-        for part in shards:
-            self.coordinator.submit(part, np.arange(part.num_rows, dtype=np.int64))
-        self.coordinator.close()
-        self.coordinator.run()
+        thread = threading.Thread(target=self._submit, args=(shards,))
+        thread.start()
+        try:
+            self.coordinator.run()
+        finally:
+            thread.join()
+
+    def _submit(self, shards: tuple[Shard, ...]) -> None:
+        with suppress(Stopped):  # the run has ended
+            for part in shards:
+                self.coordinator.submit(part, np.arange(part.num_rows, dtype=np.int64))
+            self.coordinator.close()
 
     @property
     def rows(self) -> dict[RowKey, ResultRow]:
