@@ -13,7 +13,7 @@ OUTPUT ?= demo-output
 SAMPLE := flows/samples/debian_packages.parquet
 PROMPT := In one short sentence, say what this Debian package is for: {{ description }}
 
-.PHONY: demo test lint format bench-quick clean
+.PHONY: demo test test-long lint format bench-quick clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/flows run $(SAMPLE) --prompt '$(PROMPT)' --id-column package \
@@ -23,6 +23,10 @@ demo: $(VENV)/.installed-demo
 
 test: lint
 	$(BIN)/python -m pytest
+
+# Further cases that take minutes: jobs disturbed in every way, more ways of being told to end.
+test-long: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m long
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

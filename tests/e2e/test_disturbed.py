@@ -13,6 +13,7 @@ from tests.services.seaweed import SeaweedServer
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
+@pytest.mark.long
 def test_every_row_is_there_once_whatever_is_killed(
     s3_server: SeaweedServer, prefect_server: PrefectServer, tmp_path: Path
 ) -> None:

@@ -56,12 +56,12 @@ def load(smollm2):
 @pytest.mark.parametrize(
     ("policy", "max_seqs"),
     [
-        ("hybrid", 7),
+        pytest.param("hybrid", 7, marks=pytest.mark.long),
         ("hybrid", 64),
         ("exclusive", 1),
         ("exclusive", 7),
         ("mixed", 7),
-        ("mixed", 64),
+        pytest.param("mixed", 64, marks=pytest.mark.long),  # hybrid takes the same steps here
     ],
 )
 def test_equal_for_every_policy_and_batch_limit(

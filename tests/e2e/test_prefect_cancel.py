@@ -137,6 +137,7 @@ def test_a_second_run_of_an_output_is_refused(server: PrefectServer, job: dict[s
     check_complete(job)
 
 
+@pytest.mark.long
 def test_a_second_night_is_cancelled_while_the_first_runs(
     server: PrefectServer, job: dict[str, Any]
 ) -> None:
@@ -149,6 +150,7 @@ def test_a_second_night_is_cancelled_while_the_first_runs(
     server.wait_for(first, "COMPLETED")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("behavior", "state"), [("reschedule", "SCHEDULED"), ("relinquish", "RUNNING")]
 )
@@ -196,6 +198,7 @@ def test_sigterm_to_a_flow_run_process_is_safe(
     check_kept(job, kept)
 
 
+@pytest.mark.long
 def test_sigterm_to_flows_run_keeps_what_is_finished(
     prefect_server: PrefectServer, tmp_path: Path
 ) -> None:

@@ -44,7 +44,7 @@ def test_the_rows_are_those_of_a_single_process(tmp_path, behave) -> None:
     }
 
 
-@pytest.mark.parametrize("way", ["actor", "process"])
+@pytest.mark.parametrize("way", [pytest.param("actor", marks=pytest.mark.long), "process"])
 def test_a_dead_actor_is_replaced_and_no_row_is_lost(tmp_path, behave, way) -> None:
     """Killed through Ray, and as the process that a raylet has started."""
     behave(delay_s=0.02)

@@ -193,6 +193,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_one_that_was_left_alone(
     assert status.complete and status.lease is None
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_server_that_is_gone_for_a_while_ends_nothing(

@@ -183,7 +183,15 @@ def test_c2_a_killed_coordinator_takes_its_workers_along_and_the_next_run_goes_o
 
 
 @pytest.mark.parametrize(
-    "step", ["before_part", "part_written", "result_durable", "result_written", "before_marker"]
+    "step",
+    [
+        "result_written",
+        "before_marker",
+        *(
+            pytest.param(step, marks=pytest.mark.long)
+            for step in ("before_part", "part_written", "result_durable")
+        ),
+    ],
 )
 def test_c3_a_crash_at_any_step_of_a_commit_leaves_every_row_once(
     tmp_path, behave, monkeypatch, step
@@ -295,6 +303,7 @@ def test_c58_four_workers_start_at_once_on_an_empty_cache(tmp_path, monkeypatch)
     assert sum(a["text"] == b for a, b in zip(rows, texts, strict=True)) >= 20
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_random_kills_of_workers_and_coordinator(tmp_path, behave) -> None:
     """A worker or the coordinator is killed at a random moment, ten times."""
