@@ -120,7 +120,7 @@ def test_server_takes_the_kubernetes_work_pool(prefect: ComposedPrefect, tmp_pat
 
 def pool_type(server: ComposedPrefect, name: str) -> str:
     """A work pool's type, once there is one: a Prefect worker is healthy before it has made it."""
-    deadline_s = time.monotonic() + 30.0
+    deadline_s = time.monotonic() + 90.0
     while (answer := httpx.get(f"{server.api_url}/work_pools/{name}")).is_error:
         assert time.monotonic() < deadline_s, answer.text
         time.sleep(0.2)
