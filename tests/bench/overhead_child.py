@@ -54,9 +54,9 @@ def run_engine(source: Path) -> dict[str, object]:
 
     model = fake()
     tokenizer, sampling = WordTokenizer(), SamplingParams(max_tokens=MAX_TOKENS)
-    engine, _ = make_engine(
+    engine = make_engine(
         model.load_backend(), EngineOptions(memory_bytes=MEMORY_BYTES), clock=time.monotonic
-    )
+    ).engine
     outside_s = 0.0
 
     def requests() -> Iterator[Request]:
