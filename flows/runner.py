@@ -193,7 +193,7 @@ class JobRunner:
             spec=self.spec,
             dataset=self.job.dataset,
             open_model=self._find_model,
-            num_workers=self.num_workers or 1,
+            num_workers=self._fleet.workers_a_host if self._fleet else self.num_workers or 1,
             step_timeout_s=self._step_timeout_s,
             reports=self.num_workers is not None,
         )

@@ -108,6 +108,24 @@ def load_of(parts: Sequence[Part], cost: StepCost) -> Load:
     )
 
 
+def choose_given(parts: Sequence[Part], waiting: Sequence[bool], share_s: float) -> list[int]:
+    """Which sequences a worker gives away to make about `share_s` of work: some of those that wait,
+    or all of them and some of those that run.
+
+    Args:
+        parts: of all its sequences.
+        waiting: whether each has not started.
+        share_s: seconds of work.
+    """
+    waits = [index for index, waits in enumerate(waiting) if waits]
+    waiting_s = sum(parts[index].work_s for index in waits)
+    if waiting_s >= share_s:
+        return [waits[at] for at in choose_share([parts[index] for index in waits], share_s)]
+    runs = [index for index, waits in enumerate(waiting) if not waits]
+    chosen = choose_share([parts[index] for index in runs], share_s - waiting_s)
+    return [*waits, *(runs[at] for at in chosen)]
+
+
 def choose_share(parts: Sequence[Part], share_s: float) -> list[int]:
     """Which sequences make about `share_s` of work, so that what goes looks like what stays: the
     longest first, each where the shares stand worst.

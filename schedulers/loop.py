@@ -169,8 +169,11 @@ class Loop(Generic[S]):
 
     def adopt(self, seq: S, num_computed_tokens: int) -> Sequence[int] | None:
         """Take in a sequence whose keys and values come with it, past the policy: its block table,
-        to be filled from position `seq.num_computed_tokens` on; None when there is no room.
+        to be filled from position `seq.num_computed_tokens` on; None when there is no room, or when
+        admission reserves memory to the end, which the policy alone may do.
         """
+        if self.budget.reservation == "full":
+            return None
         needed = blocks_for(num_computed_tokens, self.blocks.block_size)
         if len(self.running) >= self.budget.max_seqs or needed >= self.blocks.num_free_blocks:
             return None

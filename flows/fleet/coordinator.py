@@ -123,7 +123,6 @@ class Coordinator:
         find_row_id: the name of a row of a shard.
         clock: seconds, monotonic.
         kv_bytes_per_s: how fast keys and values travel between two workers; 0: they do not.
-        steal: even out the tail.
         on_ready: told of the memory of the first worker that is ready.
         on_assign: told of shards and the names of workers that get rows of them.
     """
@@ -137,7 +136,6 @@ class Coordinator:
         find_row_id: Callable[[Shard, int], str],
         clock: Callable[[], float] = time.monotonic,
         kv_bytes_per_s: float = 0.0,
-        steal: bool = True,
         on_ready: Callable[[MemoryPlan], None] = lambda _: None,
         on_assign: Callable[[int, str], None] = lambda _index, _worker: None,
     ) -> None:
@@ -147,7 +145,6 @@ class Coordinator:
         self._find_row_id = find_row_id
         self._clock = clock
         self._kv_bytes_per_s = kv_bytes_per_s
-        self._steal = steal and len(names) > 1
         self._on_ready = on_ready
         self._on_assign = on_assign
         self._inbox: Outbox[tuple[int, int, Event] | Assign] = Outbox(MESSAGES)
@@ -309,15 +306,17 @@ class Coordinator:
     def _died(self, worker: WorkerState, reason: str) -> None:
         self._note(worker, "died", detail=reason, num_rows=self._owners.num_rows(worker.index))
         _log.warning("%s died: %s", worker.name, reason)
-        blameless = worker.cell and self._cell_died(worker, reason)
-        if not blameless:
+        blameless = bool(worker.cell)  # it is the rows' doing
+        if blameless:
+            self._cell_died(worker, reason)
+        else:
             self._take_back(worker, blame=worker.status == "ready")
         worker.started.clear()
         worker.move = None
         worker.load, worker.is_stale = Load(), False
         if worker.link is not None:
             worker.link.kill()
-        self._restart_later(worker, blameless=bool(blameless), reason=reason)
+        self._restart_later(worker, blameless=blameless, reason=reason)
 
     def _take_back(self, worker: WorkerState, *, blame: bool) -> None:
         """The rows of a dead worker go back, but those that should be computed apart."""
@@ -333,15 +332,14 @@ class Coordinator:
         back = [key for key in keys if key not in apart]
         self._pieces.extendleft(reversed(self._owners.parts(back)))
 
-    def _cell_died(self, worker: WorkerState, reason: str) -> bool:
-        """A worker died over a cell; its rows go on in smaller ones. Always the rows' doing."""
+    def _cell_died(self, worker: WorkerState, reason: str) -> None:
+        """A worker died over a cell; its rows go on in smaller ones."""
         cell, worker.cell = worker.cell, ()
         for part in self._owners.parts(cell):
             self._owners.give(part, NOBODY)
         culprit = self._suspects.note_cell_death(cell)
         if culprit is not None:
             self._condemn(culprit, reason)
-        return True
 
     def _condemn(self, key: RowKey, reason: str) -> None:
         """A row that kills its worker, also when it is alone, becomes an error row."""
@@ -469,7 +467,7 @@ class Coordinator:
             if index is None:
                 return
             self._assign(self._workers[index], self._pieces.popleft())
-        if self._steal and not self._pieces:
+        if not self._pieces:
             self._plan_steals(takers)
 
     def _run_cells(self, ready: Sequence[WorkerState]) -> WorkerState | None:

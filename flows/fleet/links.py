@@ -117,11 +117,6 @@ class ProcessLink:
         self._lock = threading.Lock()
         self._listener = threading.Thread(target=self._listen, name=name, daemon=True)
 
-    @property
-    def pid(self) -> int | None:
-        """Of the process, once it has been started."""
-        return None if self._process is None else self._process.pid
-
     def start(self) -> None:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "flows.fleet.process", str(theirs.fileno())]

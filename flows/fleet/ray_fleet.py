@@ -46,6 +46,12 @@ class _Mailbox:
         return letters
 
 
+def _in_group(name: str) -> Any:
+    """Marks a method that has a thread of its own in its actor."""
+    method: Any = ray.method
+    return method(concurrency_group=name)
+
+
 class _RayWorker:
     """Hosts one `Worker`. `run` and `handle` have a thread each: commands keep their order."""
 
@@ -69,12 +75,10 @@ class _RayWorker:
         self._emit(ready)
         worker.run()
 
+    @_in_group("commands")
     def handle(self, command: bytes) -> None:
         if self._worker is not None:
             self._worker.handle(loads(command))
-
-    def pid(self) -> int:
-        return os.getpid()
 
     def _emit(self, event: Event) -> None:
         ray.get(self._mailbox.put.remote((self._index, self._life, dump_event(event))))
@@ -90,6 +94,7 @@ class RayFleet:
 
     Attributes:
         num_workers: how many there will be.
+        workers_a_host: that share a machine's memory, at most.
 
     Raises:
         SpecError: the cluster cannot be reached, or has not enough for the workers.
@@ -103,16 +108,17 @@ class RayFleet:
         num_gpus = int(resources.get("GPU", 0)) if device in ("auto", "cuda") else 0
         num_nodes = sum(bool(node["Alive"]) for node in ray.nodes())
         self.num_workers = num_workers or num_gpus or num_nodes
-        self._gpus = 1.0 if num_gpus else 0.0
-        self._cpus = max(1, int(resources.get("CPU", 1)) // self.num_workers)
-        if num_gpus and self.num_workers > num_gpus:
-            self._gpus = num_gpus / self.num_workers
-        if self._cpus * self.num_workers > resources.get("CPU", 0):
-            self.close()
-            raise SpecError(
-                f"workers is {self.num_workers}, but the Ray cluster at {address!r} has "
-                f"{int(resources.get('CPU', 0))} CPUs; ask for fewer"
-            )
+        self.workers_a_host = -(-self.num_workers // num_nodes)
+        num_cpus = int(resources.get("CPU", 0))
+        for what, number in (("GPUs", num_gpus), ("CPUs", num_cpus)):
+            if self.num_workers > number > 0:
+                self._leave()
+                raise SpecError(
+                    f"workers is {self.num_workers}, but the Ray cluster at {address!r} has "
+                    f"{number} {what}; ask for fewer"
+                )
+        self._gpus = 1 if num_gpus else 0
+        self._cpus = num_cpus // self.num_workers
         self._mailbox: Any = _remote(_Mailbox, num_cpus=0).remote()
         self._links: dict[tuple[int, int], RayLink] = {}
         self._lives: dict[int, int] = {}
@@ -124,7 +130,7 @@ class RayFleet:
         """A worker's next life."""
         life = self._lives[index] = self._lives.get(index, 0) + 1
         actor_class = _remote(
-            _with_groups(_RayWorker),
+            _RayWorker,
             num_cpus=self._cpus,
             num_gpus=self._gpus,
             max_restarts=0,  # the coordinator starts another one, with what is left of the work
@@ -152,11 +158,13 @@ class RayFleet:
 
     def close(self) -> None:
         """Give the actors and the connection back."""
-        if hasattr(self, "_closed"):
-            self._closed.set()
-            self._reader.join(timeout=10.0)
-            with contextlib.suppress(Exception):
-                ray.kill(self._mailbox)
+        self._closed.set()
+        self._reader.join(timeout=10.0)
+        with contextlib.suppress(Exception):
+            ray.kill(self._mailbox)
+        self._leave()
+
+    def _leave(self) -> None:
         if self._owns_ray:
             ray.shutdown()
 
@@ -241,13 +249,3 @@ def _remote(kind: type, **options: Any) -> Any:
     """An actor class."""
     make: Any = ray.remote
     return make(**options)(kind)
-
-
-def _with_groups(kind: type) -> type:
-    """The actor class with `handle` in a group, thus a thread, of its own."""
-    method: Any = ray.method(concurrency_group="commands")
-    return type(kind.__name__, (kind,), {"handle": method(_plain_handle)})
-
-
-def _plain_handle(self: Any, command: bytes) -> None:
-    _RayWorker.handle(self, command)

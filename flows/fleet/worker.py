@@ -45,7 +45,7 @@ from flows.sampling import resolve_sampling
 from flows.threads import ThreadGroup
 from flows.watchdog import Watchdog, WatchedBackend
 from schedulers.cost import StepCost, StepSample
-from schedulers.load import Load, OutputLengths, Part, choose_share, load_of, part_of
+from schedulers.load import Load, OutputLengths, Part, choose_given, load_of, part_of
 from schedulers.route import carries_kv
 from storage.rows import Row, RowReader
 from workers.backends.base import ModelInfo
@@ -329,15 +329,13 @@ class Worker:
                 bytes_per_s=kv_bytes_per_s,
             )
 
-        waits = [index for index, seq in enumerate(pool.seqs) if seq.started_s is None]
-        waiting_s = sum(pool.parts[index].work_s for index in waits)
-        if waiting_s >= share_s:
-            chosen = [waits[i] for i in choose_share([pool.parts[i] for i in waits], share_s)]
-        else:
-            runs = [index for index, seq in enumerate(pool.seqs) if seq.started_s is not None]
-            picked = choose_share([pool.parts[i] for i in runs], share_s - waiting_s)
-            chosen = [*waits, *(runs[i] for i in picked)]
-        ids = [pool.seqs[index].request.request_id for index in chosen]
+        seqs, parts = pool.seqs, pool.parts
+        if self._spec.engine.deterministic:
+            # What runs stays: its numbers would differ when its tokens are computed in chunks.
+            fresh = [index for index, seq in enumerate(seqs) if seq.started_s is None]
+            seqs, parts = [seqs[i] for i in fresh], [parts[i] for i in fresh]
+        chosen = choose_given(parts, [seq.started_s is None for seq in seqs], share_s)
+        ids = [seqs[index].request.request_id for index in chosen]
         return self._engine.take_out(ids, with_kv=with_kv)
 
     # -- what it tells --

@@ -16,7 +16,7 @@ from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from schedulers.cost import StepCost
-from schedulers.load import Load, OutputLengths, Part, choose_share, load_of, part_of
+from schedulers.load import Load, OutputLengths, Part, choose_given, load_of, part_of
 from schedulers.route import next_receiver, plan_steal
 
 
@@ -190,7 +190,6 @@ class FleetSimulator:
         self._config = config
         self._workers = [_Worker(index, config) for index in range(config.num_workers)]
         self._ended: list[int] = []
-        self._lengths = OutputLengths(())
         self._num_moves = self._num_moved_rows = 0
         self._last_s = 0.0
 
@@ -272,16 +271,9 @@ class FleetSimulator:
         share_s: float,
         now_s: float,
     ) -> None:
-        """As `flows.fleet.worker` gives: what waits first, then what runs."""
         num_running = len(victim.running)
-        waiting = range(num_running, len(seqs))
-        waiting_s = sum(parts[index].work_s for index in waiting)
-        if waiting_s >= share_s:
-            chosen = [
-                waiting[i] for i in choose_share([parts[index] for index in waiting], share_s)
-            ]
-        else:
-            chosen = [*waiting, *choose_share(parts[:num_running], share_s - waiting_s)]
+        waiting = [index >= num_running for index in range(len(seqs))]
+        chosen = choose_given(parts, waiting, share_s)
         moved = [seqs[index] for index in chosen]
         if not moved:
             return

@@ -6,17 +6,17 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Generator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.services.processes import free_ports
 from tests.unit.infra.files import BIN, compose, example_environment
 
 START_S = 90.0
@@ -27,15 +27,6 @@ STOP_S = 5.0
 
 PARTS = ("master", "volume", "filer", "s3")
 """Of the S3 server; each listens on two ports."""
-
-
-def free_ports(number: int) -> list[int]:
-    """Ports that nothing listens on."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(closing(socket.socket())) for _ in range(number)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 @contextmanager

@@ -16,7 +16,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
+
+from tests.services.processes import free_ports
 
 READY_S = 60.0
 PORTS = ("master", "volume", "filer", "s3")
@@ -69,7 +70,8 @@ class SeaweedServer:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._ports = {name: free_port() for service in PORTS for name in _names(service)}
+        names = [name for service in PORTS for name in _names(service)]
+        self._ports = dict(zip(names, free_ports(len(names)), strict=True))
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -198,12 +200,6 @@ def client(endpoint: str, keys: Keys = ADMIN) -> Iterator[Any]:
     finally:
         if fs._s3 is not None:
             fsspec.asyn.sync(fs.loop, fs._s3.close)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _names(service: str) -> tuple[str, str]:

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 import pytest
 
 from schedulers.cost import StepCost
-from schedulers.load import Load, OutputLengths, choose_share, load_of, part_of
+from schedulers.load import (
+    Load,
+    OutputLengths,
+    Part,
+    choose_given,
+    choose_share,
+    load_of,
+    part_of,
+)
 from schedulers.route import MOVE_S, carries_kv, next_receiver, plan_steal
 
 COST = StepCost(alpha_p=0.01, beta_p=1e-3, alpha_d=5e-3, beta_d=2e-3, alpha_mb=0.0, mix_a=0.0)
@@ -68,6 +76,22 @@ def test_a_share_has_about_its_size_and_looks_like_the_rest(seed: int) -> None:
     if len(parts) > 20:  # both have long ones
         kept = [p.work_s for i, p in enumerate(parts) if i not in half]
         assert max(kept) > 0.5 * longest
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_waits_is_given_before_what_runs(seed: int) -> None:
+    rng = random.Random(seed)
+    parts = [Part(1.0, rng.uniform(0.1, 3.0)) for _ in range(rng.randint(2, 40))]
+    waiting = [rng.random() < 0.5 for _ in parts]
+    waiting_s = sum(part.work_s for part, waits in zip(parts, waiting, strict=True) if waits)
+    for share_s in (0.0, waiting_s / 2, waiting_s + 1.0):
+        chosen = choose_given(parts, waiting, share_s)
+        assert len(set(chosen)) == len(chosen)
+        given_s = sum(parts[index].work_s for index in chosen)
+        assert abs(given_s - min(share_s, sum(p.work_s for p in parts))) <= 3.0
+        running = [index for index in chosen if not waiting[index]]
+        if running:
+            assert {index for index, waits in enumerate(waiting) if waits} <= set(chosen)
 
 
 def test_the_next_shard_goes_to_the_hungry_worker_with_the_least_work() -> None:

@@ -79,6 +79,16 @@ def test_without_room_keys_and_values_are_left_and_computed_again() -> None:
     assert with_kv > 2
 
 
+def test_where_memory_is_reserved_to_the_end_keys_do_not_come_past_the_policy() -> None:
+    """They would take blocks that others have been promised."""
+    rows = [request(i, [1 + i, 2, 3] * 4, max_tokens=20) for i in range(12)]
+    want = texts(make_engine().run(rows))
+    full = make_engine(reservation="full", max_seqs=8, num_blocks=24)
+    got, with_kv = hand_over(make_engine(), full, rows, seed=1, kv=1.0)
+    assert got == want
+    assert with_kv > 2
+
+
 def test_several_samples_begin_anew_and_cannot_be_resumed() -> None:
     rows = [request(i, max_tokens=6, n=3) for i in range(4)]
     want = texts(make_engine().run(rows))
