@@ -18,10 +18,10 @@ from tests.services.composed import (
     ComposedS3,
     composed_prefect,
     composed_s3,
-    free_ports,
     health_url,
     running,
 )
+from tests.services.processes import free_ports
 from tests.unit.infra.files import (
     BIN,
     INFRA,

@@ -17,7 +17,15 @@ from workers.backends.torch_backend import TorchBackend
 from workers.engine import Engine
 from workers.errors import BackendError
 from workers.loading.files import resolve_model
-from workers.request import KVState, Request, RequestId, Result, Resume, SamplingParams
+from workers.request import (
+    KVState,
+    Request,
+    RequestId,
+    Result,
+    Resume,
+    SamplingParams,
+    StepRecord,
+)
 
 
 def hand_over(
@@ -83,10 +91,12 @@ def test_where_memory_is_reserved_to_the_end_keys_do_not_come_past_the_policy() 
     """They would take blocks that others have been promised."""
     rows = [request(i, [1 + i, 2, 3] * 4, max_tokens=20) for i in range(12)]
     want = texts(make_engine().run(rows))
-    full = make_engine(reservation="full", max_seqs=8, num_blocks=24)
+    steps: list[StepRecord] = []
+    full = make_engine(reservation="full", max_seqs=8, num_blocks=24, on_step=steps.append)
     got, with_kv = hand_over(make_engine(), full, rows, seed=1, kv=1.0)
     assert got == want
     assert with_kv > 2
+    assert sum(step.num_suspended for step in steps) == 0
 
 
 def test_several_samples_begin_anew_and_cannot_be_resumed() -> None:
