@@ -463,12 +463,19 @@ class Coordinator:
         while self._pieces and takers:
             loads = {worker.index: self._load(worker) for worker in takers}
             rows = {worker.index: self._owners.num_rows(worker.index) for worker in takers}
-            index = next_receiver(loads, rows_ahead=ROWS_AHEAD, rows=rows)
+            index = next_receiver(loads, rows_ahead=self._rows_ahead(), rows=rows)
             if index is None:
                 return
             self._assign(self._workers[index], self._pieces.popleft())
         if not self._pieces:
             self._plan_steals(takers)
+
+    def _rows_ahead(self) -> int:
+        """Rows that a worker is given at least, but no more than its part: those that are still
+        starting have theirs waiting for them.
+        """
+        living = sum(worker.status in ("starting", "waiting", "ready") for worker in self._workers)
+        return min(ROWS_AHEAD, -(-self._owners.num_open // max(1, living)))
 
     def _run_cells(self, ready: Sequence[WorkerState]) -> WorkerState | None:
         """The worker that computes cells, or is about to; it gets nothing else."""

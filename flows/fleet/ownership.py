@@ -88,6 +88,11 @@ class RowOwners:
             for table in (self._shards, self._owner, self._open_rows):
                 del table[index]
 
+    @property
+    def num_open(self) -> int:
+        """Rows of open shards without a result."""
+        return sum(self._open_rows.values())
+
     def num_rows(self, worker: int) -> int:
         """Rows that a worker has."""
         return self._rows_of[worker]

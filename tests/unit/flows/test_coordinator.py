@@ -63,6 +63,7 @@ class Behaviour:
         slow: seconds a row, by worker.
         fault: raised instead of being ready.
         stillborn: a worker that dies before it is ready.
+        late: seconds until a worker is ready.
     """
 
     killers: frozenset[RowKey] = frozenset()
@@ -70,6 +71,7 @@ class Behaviour:
     slow: dict[int, float] = field(default_factory=dict)
     fault: BaseException | None = None
     stillborn: int | None = None
+    late: dict[int, float] = field(default_factory=dict)
     seed: int = 0
     is_deaf: Callable[[int, int], bool] = lambda _index, _life: False
 
@@ -113,6 +115,7 @@ class FakeLink:
         if behaviour.stillborn == self.index:
             self._deliver(Gone("exit status 1"))
             return
+        time.sleep(behaviour.late.get(self.index, 0.0))
         self._deliver(Ready(MEMORY, "fake"))
         self._deliver(self._work())
 
@@ -296,6 +299,20 @@ def test_work_goes_from_a_slow_worker_to_an_idle_one() -> None:
     assert sum(move["num_rows"] for move in moves) >= 40
     assert {move["victim"] for move in moves} >= {"worker-0"}
     assert job.workers_of[0] == {"worker-0", "worker-1"}
+
+
+def test_a_worker_that_starts_late_finds_its_part(monkeypatch) -> None:
+    """Without moving any work afterwards."""
+    monkeypatch.setattr(module, "ROWS_AHEAD", 10_000)
+    monkeypatch.setattr(module, "STEAL_AHEAD_S", -1.0)
+    parts = [shard(index, 20) for index in range(10)]
+    job = Job(2, Behaviour(late={1: 0.1}))
+    job.run(*parts)
+    assert set(job.rows) == keys(*parts)
+    done = {row["worker"]: row["num_rows_done"] for row in job.notes("workers")}
+    # While the other one starts, the first does some, but keeps to half of what is left.
+    assert done["worker-0"] + done["worker-1"] == 200
+    assert done["worker-1"] >= 40
 
 
 def test_a_worker_that_never_lives_is_given_up_and_the_others_do_its_work() -> None:
