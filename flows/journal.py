@@ -19,7 +19,7 @@ from flows.summary import JobSummary
 from schedulers.events import MemorySizing, event_row
 from schedulers.memory import MemoryPlan
 from storage.catalogue import Catalogue
-from storage.ledger import Ledger
+from storage.ledger import Ledger, NewOutput
 from storage.marker import Tally
 from storage.record import JobRecord
 from storage.remote import hurry, retry_log
@@ -101,7 +101,7 @@ class Journal:
         spec = job.spec
         identity = job.fingerprint(model)
 
-        def make_record() -> JobRecord:
+        def make_record(_: NewOutput) -> JobRecord:
             cost = estimate_cost(job, model)
             return JobRecord(
                 job_id=uuid.uuid4().hex[:12],
