@@ -21,7 +21,21 @@ from storage.hive import NULL_FOLDER, as_keys, folders, key_schema, runs_of, seg
 from storage.source import open_dataset
 
 TEXTS = st.text(max_size=12) | st.text("a/%=?\\*[]'\" :+.~\n\0_", max_size=8)
-ODD = ["", "null", "NULL", NULL_FOLDER, "a/b", "a%2Fb", ".", "..", "a=b", "\0", "é", "e\u0301", "漢字😀"]
+ODD = [
+    "",
+    "null",
+    "NULL",
+    NULL_FOLDER,
+    "a/b",
+    "a%2Fb",
+    ".",
+    "..",
+    "a=b",
+    "\0",
+    "é",
+    "e\u0301",
+    "漢字😀",
+]
 TYPES: dict[str, tuple[pa.DataType, st.SearchStrategy[Any]]] = {
     "text": (pa.string(), TEXTS | st.sampled_from(ODD)),
     "large text": (pa.large_string(), TEXTS),
