@@ -48,11 +48,11 @@ TYPES: dict[str, tuple[pa.DataType, st.SearchStrategy[Any]]] = {
     "day": (pa.date32(), st.dates(dt.date(1, 1, 1), dt.date(9999, 12, 31))),
     "when": (
         pa.timestamp("us"),
-        st.datetimes(dt.datetime(1, 1, 1), dt.datetime(9999, 12, 31)),
+        st.datetimes(dt.datetime(1, 1, 1), dt.datetime(9999, 12, 31)),  # noqa: DTZ001
     ),
     "when there": (
         pa.timestamp("us", "UTC"),
-        st.datetimes(dt.datetime(1970, 1, 1), dt.datetime(2200, 1, 1), timezones=st.just(dt.UTC)),
+        st.datetimes(dt.datetime(1970, 1, 1), dt.datetime(2200, 1, 1), timezones=st.just(dt.UTC)),  # noqa: DTZ001
     ),
 }
 
