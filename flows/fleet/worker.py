@@ -46,7 +46,7 @@ from flows.threads import ThreadGroup
 from flows.watchdog import Watchdog, WatchedBackend
 from schedulers.cost import StepCost, StepSample
 from schedulers.load import Load, OutputLengths, Part, choose_given, load_of, part_of
-from schedulers.route import carries_kv
+from schedulers.route import Way
 from storage.rows import Row, RowReader
 from workers.backends.base import ModelInfo
 from workers.errors import BackendError
@@ -319,24 +319,22 @@ class Worker:
 
     def _take_out(self, pool: _Pool, share_s: float, kv_bytes_per_s: float) -> list[Request]:
         """Sequences of the engine: of those that wait, and where they are not enough, of all."""
-        cost, info = pool.cost, self._engine.backend.info
-
-        def with_kv(seq: Seq) -> bool:
-            return kv_bytes_per_s > 0 and carries_kv(
-                seq.num_tokens,
-                token_s=cost.beta_p,
-                token_bytes=info.kv_bytes_per_token,
-                bytes_per_s=kv_bytes_per_s,
-            )
-
+        way = Way(
+            pool.cost.beta_p, self._engine.backend.info.kv_bytes_per_token, kv_bytes_per_s
+        )
         seqs, parts = pool.seqs, pool.parts
         if self._spec.engine.deterministic:
             # What runs stays: its numbers would differ when its tokens are computed in chunks.
             fresh = [index for index, seq in enumerate(seqs) if seq.started_s is None]
             seqs, parts = [seqs[i] for i in fresh], [parts[i] for i in fresh]
-        chosen = choose_given(parts, [seq.started_s is None for seq in seqs], share_s)
+        chosen = choose_given(
+            parts,
+            [seq.started_s is None for seq in seqs],
+            share_s,
+            move_s=[way.move_s(seq.num_computed_tokens) for seq in seqs],
+        )
         ids = [seqs[index].request.request_id for index in chosen]
-        return self._engine.take_out(ids, with_kv=with_kv)
+        return self._engine.take_out(ids, with_kv=lambda _: way.carries_kv)
 
     # -- what it tells --
 
