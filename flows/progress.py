@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from flows.summary import BAD_STATUSES, duration
+from storage.marker import Tally
 
 WINDOW_S = 30.0
 """Rates are taken over that long."""
@@ -196,6 +197,16 @@ class Progress:
             counts.earlier_rows = counts.by_status.total()
             counts.rows_started_s = counts.finished_s = self._clock()
             self._sample()
+
+    def add_counts(self, rows: Tally) -> None:
+        """As `add_rows`, counted already."""
+        with self._lock:
+            counts = self._counts
+            counts.by_status.update(rows.by_status)
+            counts.prompt_tokens += rows.prompt_tokens
+            counts.completion_tokens += rows.completion_tokens
+            counts.finished_s = self._clock()
+            self._stall_said_s = None
 
     def add_rows(self, rows: Iterable[RowLike]) -> None:
         """Rows that got their result."""

@@ -21,13 +21,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from flows.busy import BusyTimes
-from flows.collector import Collector, Item, OpenShard
+from flows.collector import QUEUE_ITEMS, Collector, Item, OpenShard, item_weight
 from flows.errors import SpecError
-from flows.fleet.coordinator import MESSAGES, Coordinator
+from flows.fleet.coordinator import Coordinator
 from flows.fleet.links import Deliver, Link, LocalLink, ProcessLink
+from flows.fleet.make_worker import make_worker
 from flows.fleet.messages import OpenModel, WorkerSetup
 from flows.fleet.places import default_workers, places
-from flows.fleet.worker import Worker
 from flows.journal import Journal
 from flows.model import Model, open_model
 from flows.prepare import PreparedJob, prepare
@@ -101,7 +101,7 @@ class JobRunner:
         self._clock = clock
         self._step_timeout_s = step_timeout_s
         self._threads = ThreadGroup(on_failure=self._interrupt)
-        self._outbox: Outbox[Item] = Outbox(MESSAGES)
+        self._outbox: Outbox[Item] = Outbox(QUEUE_ITEMS, weigh=item_weight)
         self._coordinator: Coordinator | None = None
         self._collector: Collector | None = None
         self._shard_runs = ShardRuns(clock=clock)
@@ -159,6 +159,7 @@ class JobRunner:
             find_row_id=self._find_row_id,
             clock=self._clock,
             kv_bytes_per_s=KV_BYTES_PER_S,
+            start_timeout_s=self.spec.engine.start_timeout_s,
             on_ready=self._note_memory,
             on_assign=self._shard_runs.started,
         )
@@ -201,7 +202,9 @@ class JobRunner:
         )
         if self.num_workers is None:
             model = replace(self.model, load_tokenizer=lambda: self._tokenizer)
-            worker = Worker(setup, deliver, model=model, clock=self._clock, busy=self._busy)
+            worker = make_worker(
+                setup, deliver, model=model, clock=self._clock, busy=self._busy
+            )
             return LocalLink(worker, deliver)
         if self._fleet is not None:
             return self._fleet.make_link(setup, index, deliver)

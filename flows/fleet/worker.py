@@ -30,12 +30,12 @@ from flows.fleet.messages import (
     Given,
     Parcel,
     Ready,
-    Report,
     Rows,
     Started,
     Steps,
     WorkerSetup,
 )
+from flows.fleet.reports import REPORT_S, Reporter
 from flows.model import Model
 from flows.outputs import output_rules
 from flows.prompts import PromptRenderer
@@ -62,12 +62,6 @@ ROWS_A_MESSAGE = 64
 
 STOP_GRACE_S = 15.0
 """Seconds that a step may still take once the worker has been told to stop."""
-
-REPORT_S = 0.5
-"""Seconds between two reports of the load."""
-
-WORKS_S = 10.0
-"""Seconds between two reports of what the threads have done."""
 
 Item = Answered | Settled | StepRecord | EventRecord
 
@@ -108,7 +102,8 @@ class Worker:
         self._lock = threading.Lock()
         self._load = Load()
         self._busy_s, self._num_tokens = 0.0, 0
-        self._measured_s = self._told_s = self._told_works_s = clock()
+        self._measured_s = clock()
+        self._reporter = Reporter(emit, self._busy, clock=clock)
         self._outlet_finishing = False
 
     # -- start --
@@ -150,7 +145,7 @@ class Worker:
             limits=PromptLimits(
                 max_model_len=backend.info.max_model_len,
                 max_tokens=self._sampling.max_tokens,
-                on_too_long=spec.on_too_long,
+                on_too_long=spec.on_too_long or "error",
             ),
             sampling=self._sampling,
             requests=self._requests,
@@ -371,7 +366,7 @@ class Worker:
                 items = self._outbox.take(timeout_s=0.1)
                 self._send(items)
                 if self._setup.reports:
-                    self._send_report()
+                    self._reporter.report(self._load_now)
                 if finishing and not len(self._outbox):
                     return
         finally:
@@ -395,16 +390,9 @@ class Worker:
         if records:
             self._emit(Steps(tuple(records)))
 
-    def _send_report(self) -> None:
-        now_s = self._clock()
-        if now_s < self._told_s + REPORT_S:
-            return
-        self._told_s = now_s
-        works = ()
-        if now_s >= self._told_works_s + WORKS_S:
-            self._told_works_s, works = now_s, tuple(self._busy.works())
+    def _load_now(self) -> Load:
         load = self._load if self._num_rows else Load()
-        self._emit(Report(load._replace(num_rows=self._num_rows), works))
+        return load._replace(num_rows=self._num_rows)
 
 
 class _Pool(NamedTuple):
