@@ -1,0 +1,211 @@
+"""From the rows of a superbatch to packed token ids, and to the rows that have none.
+
+For the tasks that give numbers for a text. A row has one text, or one for each choice that a
+language model is to weigh behind the row's prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flows.busy import Meter
+from flows.feeder import PromptTooLong
+from flows.fleet.messages import Assign, Ordinals
+from flows.prompts import PromptRenderer
+from flows.spec_model import JobSpec
+from storage.results import Status
+from storage.rows import Row
+from workers.encoding import PackedTexts
+from workers.request import RowError
+
+
+class TextEncoder(Protocol):
+    """The part of a tokenizer that is needed here."""
+
+    def encode_batch(
+        self, texts: Sequence[str], *, add_special_tokens: bool
+    ) -> list[list[int]]: ...
+
+
+class RowFault(NamedTuple):
+    """Why a row has no vector."""
+
+    status: Status
+    error: RowError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Texts:
+    """The rows of one encode call. R rows, N texts.
+
+    Attributes:
+        part: which rows.
+        row_ids: of all R.
+        packed: token ids of the N texts.
+        where: position in `part` of each row that has texts; the texts of a row are together.
+        texts_a_row: 1, or the number of choices.
+        num_tokens: int32 [R], tokens of each row's prompt as it is encoded.
+        truncated: bool [R], rows whose text was cut.
+        faults: why rows have no text, by position.
+    """
+
+    part: Assign
+    row_ids: list[str]
+    packed: PackedTexts
+    where: Ordinals
+    texts_a_row: int
+    num_tokens: NDArray[np.int32]
+    truncated: NDArray[np.bool_]
+    faults: dict[int, RowFault] = field(default_factory=dict[int, RowFault])
+
+    def rows_done(self, done_N: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Which of the R rows are finished when these texts are."""
+        done_R = np.ones(len(self.row_ids), dtype=np.bool_)
+        done_R[self.where] = done_N.reshape(-1, self.texts_a_row).all(axis=1)
+        return done_R
+
+
+class TextMaker:
+    """Makes the texts of a superbatch.
+
+    Args:
+        spec: the job.
+        read: the rows of a part, in batches.
+        renderer: row values to text, or to the reason why there is none.
+        tokenizer: text to token ids.
+        prefix: a prompt of the model's that comes before each text.
+        max_len: most tokens of a text, special ones included.
+        meter: of the thread.
+    """
+
+    def __init__(
+        self,
+        *,
+        spec: JobSpec,
+        read: Callable[[Assign], Iterator[list[Row]]],
+        renderer: PromptRenderer,
+        tokenizer: TextEncoder,
+        prefix: str,
+        max_len: int,
+        meter: Meter,
+    ) -> None:
+        self._read = read
+        self._renderer = renderer
+        self._tokenizer = tokenizer
+        self._prefix = prefix
+        self._max_len = max_len
+        self._on_too_long = spec.on_too_long or "error"
+        self._choices = spec.encode.choices
+        self._meter = meter
+
+    def __call__(self, part: Assign) -> Texts:
+        """Read, render and tokenise.
+
+        Raises:
+            PromptTooLong: a text is too long, and the job says that it should fail then.
+            InputError: the input is gone or damaged.
+        """
+        with self._meter("reading"):
+            rows = [row for batch in self._read(part) for row in batch]
+        faults: dict[int, RowFault] = {}
+        texts: list[str] = []
+        where: list[int] = []
+        with self._meter("templating"):
+            for position, row in enumerate(rows):
+                rendered = self._renderer.render(row.values)
+                if rendered.error is None:
+                    texts.append(self._prefix + rendered.text)
+                    where.append(position)
+                else:
+                    skipped = rendered.error.type == "null_prompt"
+                    status: Status = "skipped" if skipped else "error"
+                    faults[position] = RowFault(status, rendered.error)
+        with self._meter("tokenising"):
+            return self._pack(part, rows, texts, where, faults)
+
+    def _pack(
+        self,
+        part: Assign,
+        rows: list[Row],
+        texts: list[str],
+        where: list[int],
+        faults: dict[int, RowFault],
+    ) -> Texts:
+        special = self._renderer.add_special_tokens
+        encoded = self._tokenizer.encode_batch(texts, add_special_tokens=special)
+        behind = self._behind(texts, encoded) if self._choices else None
+        num_tokens = np.zeros(len(rows), dtype=np.int32)
+        truncated = np.zeros(len(rows), dtype=np.bool_)
+        kept: list[int] = []
+        lists: list[list[int]] = []
+        first: list[int] = []
+        for index, position in enumerate(where):
+            ids = encoded[index]
+            answers = behind[index] if behind is not None else [[]]
+            room = self._max_len - max(map(len, answers))
+            if len(ids) > room:
+                cut = self._cut(texts[index], ids, room, rows[position].row_id)
+                if isinstance(cut, RowError):
+                    faults[position] = RowFault("error", cut)
+                    continue
+                ids, truncated[position] = cut, True
+            if not ids:
+                faults[position] = RowFault(
+                    "error", RowError("empty_prompt", "the text has no tokens")
+                )
+                continue
+            kept.append(position)
+            num_tokens[position] = len(ids)
+            lists.extend([*ids, *answer] for answer in answers)
+            first.extend([len(ids)] * len(answers))
+        return Texts(
+            part=part,
+            row_ids=[row.row_id for row in rows],
+            packed=PackedTexts.from_lists(lists, first=first if self._choices else None),
+            where=np.array(kept, dtype=np.int64),
+            texts_a_row=max(1, len(self._choices)),
+            num_tokens=num_tokens,
+            truncated=truncated,
+            faults=faults,
+        )
+
+    def _behind(self, texts: list[str], encoded: list[list[int]]) -> list[list[list[int]]]:
+        """Token ids of each choice behind each text: what the text with it has beyond the text's
+        own, so that the tokenizer joins them as it would.
+        """
+        glue = "" if not self._renderer.add_special_tokens else " "
+        behind: list[list[list[int]]] = [[] for _ in texts]
+        for choice in self._choices:
+            (alone,) = self._tokenizer.encode_batch([glue + choice], add_special_tokens=False)
+            whole = self._tokenizer.encode_batch(
+                [text + glue + choice for text in texts],
+                add_special_tokens=self._renderer.add_special_tokens,
+            )
+            for index, ids in enumerate(whole):
+                own = encoded[index]
+                fits = len(ids) > len(own) and ids[: len(own)] == own
+                behind[index].append(ids[len(own) :] if fits else alone)
+        return behind
+
+    def _cut(self, text: str, ids: list[int], room: int, row_id: str) -> list[int] | RowError:
+        """The tokens of a text that is too long, cut between its special tokens."""
+        message = (
+            f"the text has {len(ids)} tokens; the model takes {room} here (see --on-too-long)"
+        )
+        if self._on_too_long == "fail":
+            raise PromptTooLong(f"row {row_id}: {message}")
+        if self._on_too_long == "error":
+            return RowError("prompt_too_long", message)
+        (own,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
+        num_special = len(ids) - len(own)
+        before = next((n for n in range(num_special + 1) if ids[n : n + len(own)] == own), None)
+        keep = room - num_special
+        if before is None or keep < 1:
+            return RowError("prompt_too_long", f"{message}; it cannot be cut to that")
+        middle = own[-keep:] if self._on_too_long == "truncate_left" else own[:keep]
+        return [*ids[:before], *middle, *ids[before + len(own) :]]
