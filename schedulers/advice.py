@@ -54,6 +54,8 @@ def choose_thresholds(
     `most_s` allow; those bounds win over `overhead`, and the reasons say so.
 
     Args:
+        cost: measured (`encode_cost.fit_encode`).
+        stats: of the partitions.
         text_bytes: memory of a resident text: its text, its tokens and its vector.
         memory_bytes: that all resident texts may take.
         queue_depth: q, as in `resident_bound`.
@@ -190,6 +192,9 @@ def advise(
     """Compare superbatches with one call for each partition.
 
     Args:
+        cost: measured.
+        stats: of the partitions.
+        thresholds: of the superbatches.
         num_calls: K, where the order is known (`count_calls`); else expected over all orders.
     """
     calls = expected_calls(stats, thresholds) if num_calls is None else num_calls

@@ -1,4 +1,4 @@
-"""What encoding costs: a fixed part per call, and a part that grows with the texts. Pure arithmetic.
+"""What encoding costs: a fixed part per call, and one that grows with the texts. Pure arithmetic.
 
 Source: `surge.md` 3.2. P partitions with N texts in K encode calls take
 
@@ -73,6 +73,7 @@ class EncodeCost:
         """Predicted seconds of one encode call, without its partitions' own.
 
         Args:
+            num_texts: of the call.
             num_tokens: of the texts; without it they have the mean length.
         """
         if num_tokens is None:
@@ -286,9 +287,9 @@ def _call_error(data: _Data, solution: tuple[float, float], good: np.ndarray) ->
     distance = data.elapsed_s[good] / predicted - 1
     weight = data.weight[good]
     variance = (weight * distance**2).sum() / weight.sum() * len(tokens) / (len(tokens) - 2)
-    # In units of the largest call: tokens and seconds are many orders of magnitude apart.
-    scale = np.array([1.0, tokens.max()])
-    normal = (x * scale).T @ ((x * scale) * weight[:, None])
+    # Tokens in those of the largest call, as they are many orders of magnitude above seconds.
+    x[:, 1] /= tokens.max()
+    normal = x.T @ (x * weight[:, None])
     return float(np.sqrt(variance * np.linalg.pinv(normal)[0, 0]))
 
 

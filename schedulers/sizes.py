@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import repeat
-from math import exp, log, log2, sqrt
+from math import ceil, exp, log, log2, sqrt
 from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
 
-from schedulers.superbatch import Thresholds, count_calls, num_slices
+from schedulers.superbatch import Thresholds, call_bound, count_calls, num_slices
 
 EXACT_SIZE = 64
 """Sizes up to that are a class each."""
@@ -105,6 +105,7 @@ class SizeStats:
         1 / (2 count) from either end, and scaled to the mean.
 
         Args:
+            count: partitions, at least 1.
             mean: texts of a partition.
             sigma: of the logarithm of the size.
         """
@@ -138,7 +139,7 @@ def renewal_calls(stats: SizeStats, thresholds: Thresholds) -> float:
 
     Renewal theory for an order that is independent of size and without the upper threshold. It is
     the limit for B_min far above n_bar (1 + CV^2): there within 3 % of `expected_calls`. With heavy
-    tails and a B_min of the order of that, it says up to several times too few.
+    tails and a B_min of the order of that or below, it says several times too few.
     """
     return max(1.0, stats.total / (thresholds.min_texts + stats.mean_excess)) if stats.count else 0
 
@@ -161,12 +162,16 @@ def expected_calls(stats: SizeStats, thresholds: Thresholds) -> float:
         return 0.0
     if stats.cv == 0:
         return count_calls(repeat(stats.largest, stats.count), thresholds)
+    if stats.total <= thresholds.min_texts:
+        return 1.0
     moves, calls, closes = _chain(stats, thresholds)
     # With the calls so far as one more coordinate, all steps but the last are one power.
     counting = np.block([[moves, calls[:, None]], [np.zeros((1, len(moves))), np.ones((1, 1))]])
     before = np.linalg.matrix_power(counting, stats.count - 1)[0]
     level, made = before[:-1], before[-1]
-    return float(made + level @ calls + 1 - level @ closes)
+    found = float(made + level @ calls + 1 - level @ closes)
+    # The chain draws sizes anew, so its total is N only on average.
+    return max(found, ceil(stats.total / call_bound(thresholds, stats.largest)))
 
 
 def _chain(stats: SizeStats, thresholds: Thresholds) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

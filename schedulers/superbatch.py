@@ -122,6 +122,7 @@ def call_bound(thresholds: Thresholds, largest: int) -> int:
     """Most texts of one encode call: min(B_max, B_min + n_max).
 
     Args:
+        thresholds: of the superbatches.
         largest: n_max, texts of the largest partition.
     """
     return min(thresholds.max_texts, thresholds.min_texts + largest)
@@ -131,6 +132,7 @@ def resident_bound(thresholds: Thresholds, largest: int, queue_depth: int) -> in
     """Most texts in memory at a time, however many there are in all.
 
     Args:
+        thresholds: of the superbatches.
         largest: n_max, texts of the largest partition.
         queue_depth: q, calls whose texts may be in memory beside those of the call that is
             encoded: encoded ones that wait for their writing or are being written, and any that are

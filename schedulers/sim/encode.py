@@ -175,8 +175,11 @@ def simulate(
     """A policy over partitions of these sizes, in their order.
 
     Args:
+        policy: how texts come into calls.
+        sizes: texts of each partition.
         cost: of the encoder; its `partition_s` is spent there, that of `write` in the writer.
         thresholds: of superbatches; a fixed batch has `max_texts` texts.
+        write: of the writer.
         queue_depth: q; a fixed batch has none.
     """
     if policy == "fixed_batch":
