@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from workers.sequence import FindStop
 
 if TYPE_CHECKING:
     from flows.spec import JobSpec
     from workers.backends.base import Backend
+    from workers.encoding import EncodeBackend
 
 
 class Tokenizer(Protocol):
@@ -32,6 +33,18 @@ class Tokenizer(Protocol):
     def find_stop(self, stops: tuple[str, ...]) -> FindStop: ...
 
 
+class Vectors(NamedTuple):
+    """What a model gives for a text, for the tasks embed, classify and score.
+
+    Attributes:
+        width: numbers of a row: dimensions, labels, or 1.
+        labels: of classify, in the order of the numbers.
+    """
+
+    width: int
+    labels: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
     """A model that is known but not loaded.
@@ -40,13 +53,19 @@ class Model:
         fingerprint: of its content; part of the job's identity.
         generation_config: the model's own sampling defaults.
         load_tokenizer: cheap.
-        load_backend: imports torch and loads the weights.
+        load_backend: imports torch and loads the weights, for the task generate.
+        load_encoder: the same for the other tasks.
+        vectors: of these, what a row gets.
+        text_prefix: a prompt of the model's own, put before each text that is embedded.
     """
 
     fingerprint: str
     generation_config: Mapping[str, object]
     load_tokenizer: Callable[[], Tokenizer]
     load_backend: Callable[[], Backend]
+    load_encoder: Callable[[], EncodeBackend] | None = None
+    vectors: Vectors | None = None
+    text_prefix: str = ""
 
 
 def open_model(spec: JobSpec) -> Model:
