@@ -8,7 +8,7 @@ runner.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from workers.sequence import FindStop
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from flows.spec import JobSpec
     from workers.backends.base import Backend
     from workers.encoding import EncodeBackend
+    from workers.loading.folder import ModelFiles
 
 
 class Tokenizer(Protocol):
@@ -57,6 +58,8 @@ class Model:
         load_encoder: the same for the other tasks.
         vectors: of these, what a row gets.
         text_prefix: a prompt of the model's own, put before each text that is embedded.
+        pools_prefix: its tokens count in the embedding.
+        lower_case: texts are put in lower case.
     """
 
     fingerprint: str
@@ -66,6 +69,8 @@ class Model:
     load_encoder: Callable[[], EncodeBackend] | None = None
     vectors: Vectors | None = None
     text_prefix: str = ""
+    pools_prefix: bool = True
+    lower_case: bool = False
 
 
 def open_model(spec: JobSpec) -> Model:
@@ -93,9 +98,30 @@ def open_model(spec: JobSpec) -> Model:
             deterministic=spec.engine.deterministic,
         )
 
-    return Model(
+    model = Model(
         fingerprint=files.fingerprint,
         generation_config=files.generation_config,
         load_tokenizer=load_tokenizer,
         load_backend=load_backend,
+    )
+    return model if spec.task == "generate" else _of_vectors(model, files, spec)
+
+
+def _of_vectors(model: Model, files: ModelFiles, spec: JobSpec) -> Model:
+    """The same for a task that gives numbers for a text."""
+    from flows.encoders import describe_vectors, load_encoder, sentence_config
+
+    model = replace(
+        model,
+        vectors=describe_vectors(files, spec),
+        load_encoder=load_encoder(files, spec),
+    )
+    if spec.task != "embed":
+        return model
+    sentence = sentence_config(files, spec)
+    return replace(
+        model,
+        text_prefix=sentence.prompt(),
+        pools_prefix=sentence.include_prompt,
+        lower_case=sentence.lower_case,
     )

@@ -433,6 +433,11 @@ def _task_contradictions(spec: JobSpec) -> Iterator[str]:
         for name in ("vector_dtype", "normalize", "pooling", "prompt_name"):
             if getattr(encode, name) != EncodeSpec.model_fields[name].default:
                 yield f"encode.{name} is for the task embed, not for {spec.task}"
+    if not encode.choices and (spec.prompt.messages_column or spec.prompt.system):
+        yield (
+            f"messages_column and system are for models that answer; the task {spec.task} takes a "
+            "text: give a prompt (a template) or prompt_column"
+        )
     yield from _choice_contradictions(spec)
 
 

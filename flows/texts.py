@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from flows.busy import Meter
 from flows.feeder import PromptTooLong
 from flows.fleet.messages import Assign, Ordinals
+from flows.model import Model
 from flows.prompts import PromptRenderer
 from flows.spec_model import JobSpec
 from storage.results import Status
@@ -78,7 +79,7 @@ class TextMaker:
         read: the rows of a part, in batches.
         renderer: row values to text, or to the reason why there is none.
         tokenizer: text to token ids.
-        prefix: a prompt of the model's that comes before each text.
+        model: whose texts are made: a prompt of its own that comes before each, lower case.
         max_len: most tokens of a text, special ones included.
         meter: of the thread.
     """
@@ -90,14 +91,16 @@ class TextMaker:
         read: Callable[[Assign], Iterator[list[Row]]],
         renderer: PromptRenderer,
         tokenizer: TextEncoder,
-        prefix: str,
+        model: Model,
         max_len: int,
         meter: Meter,
     ) -> None:
         self._read = read
         self._renderer = renderer
         self._tokenizer = tokenizer
-        self._prefix = prefix
+        self._prefix = model.text_prefix
+        self._lower_case = model.lower_case
+        self._num_prefix = 0 if model.pools_prefix else self._count_prefix()
         self._max_len = max_len
         self._on_too_long = spec.on_too_long or "error"
         self._choices = spec.encode.choices
@@ -119,7 +122,8 @@ class TextMaker:
             for position, row in enumerate(rows):
                 rendered = self._renderer.render(row.values)
                 if rendered.error is None:
-                    texts.append(self._prefix + rendered.text)
+                    text = self._prefix + rendered.text
+                    texts.append(text.lower() if self._lower_case else text)
                     where.append(position)
                 else:
                     skipped = rendered.error.type == "null_prompt"
@@ -162,17 +166,27 @@ class TextMaker:
             kept.append(position)
             num_tokens[position] = len(ids)
             lists.extend([*ids, *answer] for answer in answers)
-            first.extend([len(ids)] * len(answers))
+            first.extend([len(ids) if self._choices else self._num_prefix] * len(answers))
         return Texts(
             part=part,
             row_ids=[row.row_id for row in rows],
-            packed=PackedTexts.from_lists(lists, first=first if self._choices else None),
+            packed=PackedTexts.from_lists(lists, first=first if any(first) else None),
             where=np.array(kept, dtype=np.int64),
             texts_a_row=max(1, len(self._choices)),
             num_tokens=num_tokens,
             truncated=truncated,
             faults=faults,
         )
+
+    def _count_prefix(self) -> int:
+        """Tokens of the prefix, with the special ones before it."""
+        with_special, plain = (
+            self._tokenizer.encode_batch([self._prefix], add_special_tokens=special)[0]
+            for special in (True, False)
+        )
+        starts = range(len(with_special) - len(plain) + 1)
+        before = next((n for n in starts if with_special[n : n + len(plain)] == plain), 0)
+        return before + len(plain)
 
     def _behind(self, texts: list[str], encoded: list[list[int]]) -> list[list[list[int]]]:
         """Token ids of each choice behind each text: what the text with it has beyond the text's

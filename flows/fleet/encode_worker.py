@@ -34,7 +34,7 @@ from flows.fleet.messages import (
     Steps,
     WorkerSetup,
 )
-from flows.fleet.part_queue import PartQueue
+from flows.fleet.part_queue import AllBut, PartQueue
 from flows.fleet.reports import Reporter
 from flows.model import Model
 from flows.prompts import PromptRenderer
@@ -42,7 +42,7 @@ from flows.queues import Outbox, Stopped
 from flows.superbatches import encode_memory
 from flows.texts import TextMaker, Texts
 from flows.threads import ThreadGroup
-from flows.vectors import block_table
+from flows.vectors import block_table, vector_spec
 from flows.watchdog import WatchedEncoder, Watchdog
 from schedulers.load import Load
 from schedulers.superbatch import slices
@@ -96,6 +96,7 @@ class EncodeWorker:
         self._num_rows = 0
         self._pace = _Pace()
         self._num_steps = 0
+        self._ended_s: float | None = None
         self._loaded = False
         self._stopping = False
         self._outlet_finishing = False
@@ -119,7 +120,8 @@ class EncodeWorker:
         busy.mark("loading the model")
         memory = encode_memory(spec, backend.info, num_workers=self._setup.num_workers)
         self._backend = backend
-        self._width = backend.info.width
+        assert model.vectors is not None
+        self._kind = vector_spec(spec, model.vectors)
         self._max_texts = self._setup.max_texts
         self._encoder = Encoder(
             backend,
@@ -131,10 +133,10 @@ class EncodeWorker:
         reader = RowReader(self._setup.dataset, renderer.columns)
         self._make_texts = TextMaker(
             spec=spec,
-            read=lambda part: reader.rows(part.shard, only=part.ordinals),
+            read=lambda part: reader.rows(part.shard, skip=AllBut(part.ordinals)),
             renderer=renderer,
             tokenizer=tokenizer,
-            prefix=model.text_prefix,
+            model=model,
             max_len=backend.info.max_len,
             meter=busy.meter("feeder"),
         )
@@ -212,10 +214,14 @@ class EncodeWorker:
         if self._setup.reports:
             self._emit(Began(index, texts.part.ordinals))
         encoded = self._encoder.encode(texts.packed)
+        ended_s = self._clock()
+        before_s = started_s if self._ended_s is None else self._ended_s
+        self._ended_s = ended_s
         call = EncodeCall(
             shard_index=index,
             started_s=started_s,
-            elapsed_s=self._clock() - started_s,
+            elapsed_s=ended_s - started_s,
+            interval_s=ended_s - before_s,
             num_texts=len(texts.packed),
             num_tokens=texts.packed.num_tokens,
             num_batches=self._num_steps - first_step,
@@ -230,7 +236,7 @@ class EncodeWorker:
         block = Block(
             texts.part.shard.index,
             texts.part.ordinals,
-            block_table(self._spec, texts, encoded, width=self._width),
+            block_table(self._kind, texts, encoded),
         )
         done = texts.rows_done(encoded.done)
         if not done.all():  # the worker was told to stop

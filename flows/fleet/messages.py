@@ -180,6 +180,8 @@ class EncodeCall(NamedTuple):
         shard_index: whose rows.
         started_s: clock of the worker.
         elapsed_s: in the encoder.
+        interval_s: since the call before it ended: what a call costs all in all, its rows' way to
+            the encoder and to the files included; of the first call as `elapsed_s`.
         num_texts: encoded.
         num_tokens: of them.
         num_batches: steps that it took.
@@ -188,6 +190,7 @@ class EncodeCall(NamedTuple):
     shard_index: int
     started_s: float
     elapsed_s: float
+    interval_s: float
     num_texts: int
     num_tokens: int
     num_batches: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-from flows.fleet.messages import Assign
+from flows.fleet.messages import Assign, Ordinals
 
 
 class PartQueue:
@@ -62,3 +62,17 @@ class PartQueue:
                 taken.append(part._replace(ordinals=part.ordinals[kept:]))
                 max_rows -= part.num_rows - kept
         return taken
+
+
+class AllBut:
+    """All numbers but some: what to skip so that a part's rows are read.
+
+    Args:
+        ordinals: those that are not in it.
+    """
+
+    def __init__(self, ordinals: Ordinals) -> None:
+        self._some = frozenset(ordinals.tolist())
+
+    def __contains__(self, number: object) -> bool:
+        return number not in self._some

@@ -35,6 +35,7 @@ from flows.fleet.messages import (
     Steps,
     WorkerSetup,
 )
+from flows.fleet.part_queue import AllBut
 from flows.fleet.reports import REPORT_S, Reporter
 from flows.model import Model
 from flows.outputs import output_rules
@@ -219,7 +220,7 @@ class Worker:
         self._watchdog.stop()
 
     def _read(self, part: Assign) -> Iterator[list[Row]]:
-        return self._reader.rows(part.shard, skip=_AllBut(frozenset(part.ordinals.tolist())))
+        return self._reader.rows(part.shard, skip=AllBut(part.ordinals))
 
     def _drive(self) -> None:
         """Run the engine until the feeder has closed the queue and every request is answered."""
@@ -417,13 +418,3 @@ class _Pool(NamedTuple):
         known = load_of(self.parts, self.cost)
         outside = max(0, num_rows - len(self.parts))
         return Load(num_rows, known.serial_s, known.work_s + outside * self.mean_s)
-
-
-class _AllBut:
-    """All numbers but some."""
-
-    def __init__(self, some: frozenset[int]) -> None:
-        self._some = some
-
-    def __contains__(self, number: object) -> bool:
-        return number not in self._some

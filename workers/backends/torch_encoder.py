@@ -56,6 +56,7 @@ class TorchEncoder:
         task: EncodeTask,
         device: DeviceName = "auto",
         dtype: DtypeName = "auto",
+        sentence: SentenceConfig | None = None,
     ) -> TorchEncoder:
         """Load a model's weights.
 
@@ -65,6 +66,7 @@ class TorchEncoder:
             device: `auto` takes a GPU where there is one.
             dtype: of what is multiplied; `auto` takes bfloat16 where the hardware multiplies it,
                 else float32 (CPU) or float16 (GPU).
+            sentence: how embed makes a vector of a text; None: as the files say.
 
         Raises:
             ModelError: the architecture, the device or the number format is not supported or does
@@ -76,9 +78,9 @@ class TorchEncoder:
         family = find_encoder_family(files.config)
         with translated(f"loading {files.name}"):
             if family is None:
-                made = _make_from_decoder(files, task, number, place)
+                made = _make_from_decoder(files, task, number, place, sentence)
             else:
-                made = _make_from_encoder(files, family, task, number, place)
+                made = _make_from_encoder(files, family, task, number, place, sentence)
         info = _describe(files, made, task, number, place)
         _log.info("%s for %s: width %d, %s on %s", info.name, task, info.width, number, place)
         return cls(made.output, info, place)
@@ -130,6 +132,7 @@ def _make_from_encoder(
     task: EncodeTask,
     dtype: torch.dtype,
     device: torch.device,
+    sentence: SentenceConfig | None,
 ) -> _Made:
     if dtype == torch.int8:
         raise ModelError("int8 is not for encoders; use bfloat16 or float32")
@@ -140,7 +143,7 @@ def _make_from_encoder(
         )
     if task == "classify":
         return _make_classifier(files, family, dtype, device)
-    sentence = read_sentence_config(files)
+    sentence = sentence or read_sentence_config(files)
     model = _load_encoder(files, family, dtype, device, extra={})
     return _Made(model, EmbedOutput(model, sentence), sentence=sentence)
 
@@ -191,14 +194,18 @@ def _load_encoder(
 
 
 def _make_from_decoder(
-    files: ModelFiles, task: EncodeTask, dtype: torch.dtype, device: torch.device
+    files: ModelFiles,
+    task: EncodeTask,
+    dtype: torch.dtype,
+    device: torch.device,
+    sentence: SentenceConfig | None,
 ) -> _Made:
     if task == "classify":
         raise _no_classifier(files)
     if task == "score":
         scorer = _load_decoder(files, dtype, device, has_head=True)
         return _Made(scorer, ScoreOutput(scorer))
-    sentence = read_sentence_config(files, is_decoder=True)
+    sentence = sentence or read_sentence_config(files, is_decoder=True)
     model = _load_decoder(files, dtype, device, has_head=False)
     return _Made(model, EmbedOutput(model, sentence), sentence=sentence)
 

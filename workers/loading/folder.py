@@ -108,6 +108,14 @@ def open_folder(name: str, folder: Path, *, identity: str | None = None) -> Mode
     )
 
 
+def is_decoder(config: Mapping[str, object]) -> bool:
+    """Whether a config.json is of one of our decoders, with or without its head."""
+    names = config.get("architectures")
+    found = cast("list[object]", names) if isinstance(names, list) else []
+    stems = (str(name).removesuffix("ForCausalLM").removesuffix("Model") for name in found)
+    return any(stem in _DECODERS for stem in stems)
+
+
 def _refuse_remote_code(folder: Path, config: Mapping[str, object]) -> None:
     architectures = config.get("architectures")
     names = cast("list[object]", architectures) if isinstance(architectures, list) else []
