@@ -19,7 +19,7 @@ from flows.summary import JobSummary
 from schedulers.events import MemorySizing, event_row
 from schedulers.memory import MemoryPlan
 from storage.catalogue import Catalogue
-from storage.ledger import Ledger
+from storage.ledger import Ledger, NewOutput
 from storage.marker import Tally
 from storage.record import JobRecord
 from storage.remote import hurry, retry_log
@@ -101,30 +101,12 @@ class Journal:
         spec = job.spec
         identity = job.fingerprint(model)
 
-        def make_record() -> JobRecord:
-            cost = estimate_cost(job, model)
-            return JobRecord(
-                job_id=uuid.uuid4().hex[:12],
-                created=datetime.now(UTC).isoformat(timespec="seconds"),
-                spec=spec.model_dump(mode="json", exclude={"credentials"}),
-                generation=identity.generation,
-                output=identity.output,
-                columns=ResultColumns(
-                    kept=spec.keep_columns,
-                    logprobs=spec.sampling.logprobs is not None,
-                    samples=spec.sampling.n > 1,
-                ),
-                shards=cut_shards(
-                    job.dataset, cost=cost, target_tokens=spec.shard_tokens, limit=spec.limit
-                ),
-            )
-
         opened = Ledger.open(
             spec.output,
             dataset=job.dataset,
             generation=identity.generation,
             output=identity.output,
-            make_record=make_record,
+            make_record=lambda output: plan_new_job(job, model, identity, output),
             overwrite=spec.overwrite,
             storage_options=storage_options(spec.credentials, spec.output),
             on_step=on_step,
