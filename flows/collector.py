@@ -167,7 +167,7 @@ class Collector:
                 self._journal.add_step(record, worker)
                 self._progress.add_step(record, worker)
             elif isinstance(record, EncodeCall):
-                self._journal.add_note("encodes", {"worker": worker, **record._asdict()})
+                self._journal.add_encode(record, worker)
             else:
                 self._journal.add_event(record, worker)
 

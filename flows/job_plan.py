@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from flows.model import Model
 from flows.prepare import PreparedJob
 from flows.superbatches import (
     DEFAULT_COST,
+    MEMORY_SHARE,
     SuperbatchPlan,
     choose,
     mean_text_bytes,
@@ -23,6 +25,7 @@ from flows.superbatches import (
     text_bytes,
 )
 from flows.vectors import vector_spec
+from schedulers.advice import Choice
 from schedulers.encode_cost import EncodeCost
 from schedulers.sizes import SizeStats
 from storage.grouping import group_by_keys
@@ -54,19 +57,32 @@ def plan_new_job(
     """Plan a job whose output is new. May take long where the input is to be grouped."""
     cost = estimate_cost(job, model)
     if not job.spec.partition_by:
-        shards = cut_shards(
-            job.dataset,
-            cost=cost,
-            target_tokens=job.spec.shard_tokens,
-            limit=job.spec.limit,
-        )
-        return _record(job, model, identity, shards)
+        return _unpartitioned(job, model, identity, cost)
     grouped = _group(job, output)
     plan = cut_superbatches(job, model, grouped.dataset, grouped.found, cost)
     _log.info("%s", plan.advice.text)
     shards = plan.planned.shards
-    record = _record(job, model, identity, shards, grouped=grouped.rewritten)
+    record = replace(
+        _record(job, model, identity, shards),
+        grouped=grouped.rewritten,
+        max_texts=plan.choice.thresholds.max_texts,
+    )
     return PlannedJob(record, plan.planned.partitions, grouped.dataset)
+
+
+def _unpartitioned(
+    job: PreparedJob, model: Model, identity: Fingerprint, cost: TokenCost
+) -> JobRecord:
+    """Shards by tokens, which are encoded in calls that memory holds."""
+    shards = cut_shards(
+        job.dataset, cost=cost, target_tokens=job.spec.shard_tokens, limit=job.spec.limit
+    )
+    record = _record(job, model, identity, shards)
+    if model.vectors is None:
+        return record
+    sizes = SizeStats.of(shard.num_rows for shard in shards)
+    choice = choose_for(job, model, job.dataset, sizes, cost)
+    return replace(record, max_texts=choice.thresholds.max_texts)
 
 
 def cut_superbatches(
@@ -79,18 +95,24 @@ def cut_superbatches(
     """The superbatches of a grouped input."""
     encode_cost = known_cost(job, model, token_cost, dataset)
     stats = SizeStats.of(found.num_rows.tolist())
+    choice = choose_for(job, model, dataset, stats, token_cost)
+    return plan_superbatches(dataset, found, choice, encode_cost, token_cost)
+
+
+def choose_for(
+    job: PreparedJob, model: Model, dataset: Dataset, stats: SizeStats, token_cost: TokenCost
+) -> Choice:
+    """The thresholds of a job with units of these sizes."""
     assert model.vectors is not None
     mean_bytes = mean_text_bytes(dataset, job.renderer.columns)
-    choice = choose(
+    mean_tokens = mean_bytes * token_cost.tokens_per_byte
+    return choose(
         job.spec.encode,
         stats,
-        encode_cost,
-        resident_text_bytes=text_bytes(
-            mean_bytes, mean_bytes * token_cost.tokens_per_byte, model.vectors.width
-        ),
+        known_cost(job, model, token_cost, dataset),
+        resident_text_bytes=text_bytes(mean_bytes, mean_tokens, model.vectors.width),
         memory_bytes=text_memory(job),
     )
-    return plan_superbatches(dataset, found, choice, encode_cost, token_cost)
 
 
 def known_cost(
@@ -105,8 +127,6 @@ def known_cost(
 
 def text_memory(job: PreparedJob) -> float:
     """Bytes that texts and vectors may take in a worker."""
-    from flows.superbatches import MEMORY_SHARE
-
     engine, memory = job.spec.engine, psutil.virtual_memory()
     limit = engine.memory_bytes(memory.total) or memory.available / 2
     return MEMORY_SHARE * limit / (engine.workers or 1)
@@ -115,9 +135,7 @@ def text_memory(job: PreparedJob) -> float:
 def _group(job: PreparedJob, output: NewOutput) -> _Grouped:
     """The input, written anew where the rows of a key are not together."""
     spec = job.spec
-    found = find_partitions(
-        job.dataset, spec.partition_by, limit=spec.limit, on_batch=output.beat
-    )
+    found = find_partitions(job.dataset, spec.partition_by, limit=spec.limit, on_batch=output.beat)
     if found.grouped:
         return _Grouped(job.dataset, found, rewritten=False)
     _log.info("the input is not grouped by %s; it is sorted", ", ".join(spec.partition_by))
@@ -140,8 +158,6 @@ def _record(
     model: Model,
     identity: Fingerprint,
     shards: tuple[Shard, ...],
-    *,
-    grouped: bool = False,
 ) -> JobRecord:
     spec = job.spec
     return JobRecord(
@@ -158,5 +174,4 @@ def _record(
             partition_by=spec.partition_by,
         ),
         shards=shards,
-        grouped=grouped,
     )

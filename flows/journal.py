@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -12,20 +12,21 @@ from typing import Any
 
 from flows.busy import BusyTimes, Work
 from flows.credentials import storage_options
-from flows.estimate import estimate_cost
+from flows.encode_costs import cost_key, learn_cost
+from flows.fleet.messages import EncodeCall
+from flows.job_plan import plan_new_job
 from flows.model import Model
 from flows.prepare import PreparedJob
 from flows.summary import JobSummary
+from schedulers.encode_cost import EncodeSample
 from schedulers.events import MemorySizing, event_row
 from schedulers.memory import MemoryPlan
 from storage.catalogue import Catalogue
-from storage.ledger import Ledger, NewOutput
+from storage.ledger import Ledger
 from storage.marker import Tally
-from storage.record import JobRecord
 from storage.remote import hurry, retry_log
 from storage.remote_catalogue import RemoteCatalogue
-from storage.results import ResultColumns
-from storage.shards import Shard, cut_shards
+from storage.shards import Shard
 from storage.telemetry import TABLES, TelemetryWriter
 from storage.writer import ShardSummary, ShardWriter
 from workers.loading.cache import cache_root
@@ -41,6 +42,9 @@ MEMORY_BYTES = (
 CATALOGUE_S = 10.0
 """Seconds between updates of the DuckDB file while a run goes on."""
 
+MAX_SAMPLES = 4096
+"""Encode calls that are remembered, for what they cost."""
+
 FLUSH_S = 30.0
 """A killed run loses at most so many seconds of telemetry, and a checkpoint interval."""
 
@@ -49,7 +53,13 @@ class Journal:
     """The files of one run's output. Made by `open`; written by the collector's thread."""
 
     def __init__(
-        self, job: PreparedJob, ledger: Ledger, *, clock: Callable[[], float], busy: BusyTimes
+        self,
+        job: PreparedJob,
+        ledger: Ledger,
+        *,
+        model_fingerprint: str,
+        clock: Callable[[], float],
+        busy: BusyTimes,
     ) -> None:
         self._job = job
         self._clock = clock
@@ -72,6 +82,8 @@ class Journal:
         self._works: dict[str, Sequence[Work]] = {}
         self._num_steps = 0
         self._num_short_steps = 0
+        self._encodes: deque[EncodeSample] = deque(maxlen=MAX_SAMPLES)
+        self._cost_key = cost_key(model_fingerprint, job.spec.task, job.spec.engine)
         self._started_s = clock()
         self._flush_due_s = self._started_s + FLUSH_S
         self._steps_end_s = self._started_s
@@ -111,7 +123,9 @@ class Journal:
             storage_options=storage_options(spec.credentials, spec.output),
             on_step=on_step,
         )
-        journal = cls(job, opened.ledger, clock=clock, busy=busy)
+        journal = cls(
+            job, opened.ledger, model_fingerprint=model.fingerprint, clock=clock, busy=busy
+        )
         journal._update_catalogue()
         return journal
 
@@ -167,6 +181,22 @@ class Journal:
         """A row of a table that is the run's own."""
         self._tables[table].add(values)
 
+    def add_encode(self, call: EncodeCall, worker: str = "") -> None:
+        """An encode call of a worker."""
+        row = call._asdict()
+        index, row["num_calls"] = row.pop("shard_index"), row.pop("num_batches")
+        row |= {"shard": index, **self._sizes_of(index), **self._run_id_of(worker)}
+        self._tables["encodes"].add(row)
+        self._encodes.append(EncodeSample(call.num_texts, call.num_tokens, call.interval_s))
+
+    def _sizes_of(self, index: int) -> dict[str, int]:
+        """Partitions and vectors of a shard."""
+        vector, partitions = self.ledger.record.columns.vector, self.ledger.partitions
+        return {
+            "width": 0 if vector is None else vector.width,
+            "num_partitions": 1 if partitions is None else partitions.num_of(index),
+        }
+
     def set_works(self, worker: str, works: Sequence[Work]) -> None:
         """What the threads of a worker have done since it began."""
         self._works[worker] = works
@@ -204,6 +234,8 @@ class Journal:
         """Write what is left, bring the catalogue up to date and give the output back."""
         try:
             self._flush(force=True)
+            if self._encodes:
+                learn_cost(self._cost_key, list(self._encodes))
             self._note_warning(self._catalogue.close(self.ledger))
             self._busy.skip_to(self._steps_end_s)
             self._busy.mark("finishing")

@@ -148,7 +148,7 @@ class JobRunner:
         self.progress.set_phase("loading the model")
         if self.spec.engine.cluster is not None and self._given_model is None:
             self._join_cluster(self.spec.engine.cluster)
-        self._reader = RowReader(self.job.dataset, ())
+        self._reader = RowReader(self.journal.ledger.dataset, ())
         if self.num_workers is not None and self._fleet is None:
             self._places = places(self.num_workers, self.spec.engine.device)
         names = [f"worker-{index}" for index in range(self.num_workers or 0)] or [""]
@@ -194,17 +194,16 @@ class JobRunner:
     def _make_link(self, index: int, deliver: Deliver) -> Link:
         setup = WorkerSetup(
             spec=self.spec,
-            dataset=self.job.dataset,
+            dataset=self.journal.ledger.dataset,
             open_model=self._find_model,
             num_workers=self._fleet.workers_a_host if self._fleet else self.num_workers or 1,
             step_timeout_s=self._step_timeout_s,
             reports=self.num_workers is not None,
+            max_texts=self.journal.ledger.record.max_texts,
         )
         if self.num_workers is None:
             model = replace(self.model, load_tokenizer=lambda: self._tokenizer)
-            worker = make_worker(
-                setup, deliver, model=model, clock=self._clock, busy=self._busy
-            )
+            worker = make_worker(setup, deliver, model=model, clock=self._clock, busy=self._busy)
             return LocalLink(worker, deliver)
         if self._fleet is not None:
             return self._fleet.make_link(setup, index, deliver)

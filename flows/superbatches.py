@@ -100,13 +100,6 @@ def text_bytes(mean_bytes: float, mean_tokens: float, width: int) -> float:
     return mean_bytes + 8 * mean_tokens + 4 * width + TEXT_OVERHEAD_BYTES
 
 
-def default_text_memory(num_workers: int) -> float:
-    """Bytes for texts and vectors of a worker, when nobody said: a share of what is free."""
-    import psutil
-
-    return MEMORY_SHARE * psutil.virtual_memory().available / 2 / num_workers
-
-
 def choose(
     encode: EncodeSpec,
     stats: SizeStats,

@@ -208,9 +208,7 @@ class TextMaker:
 
     def _cut(self, text: str, ids: list[int], room: int, row_id: str) -> list[int] | RowError:
         """The tokens of a text that is too long, cut between its special tokens."""
-        message = (
-            f"the text has {len(ids)} tokens; the model takes {room} here (see --on-too-long)"
-        )
+        message = f"the text has {len(ids)} tokens; the model takes {room} here (see --on-too-long)"
         if self._on_too_long == "fail":
             raise PromptTooLong(f"row {row_id}: {message}")
         if self._on_too_long == "error":

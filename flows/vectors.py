@@ -12,7 +12,7 @@ from flows.model import Vectors
 from flows.spec_model import JobSpec
 from flows.texts import RowFault, Texts
 from storage.vectors import VectorErrors, VectorSpec, vectors_table
-from workers.encoding import EncodeFault, Encoded
+from workers.encoding import Encoded, EncodeFault
 from workers.request import RowError
 
 FAULTS: Mapping[EncodeFault, RowError] = {
@@ -41,17 +41,17 @@ def block_table(kind: VectorSpec, texts: Texts, encoded: Encoded) -> pa.Table:
     """
     faults = {**texts.faults, **_encode_faults(texts, encoded)}
     num_rows = len(texts.row_ids)
-    vectors_R, scored_R = _by_row(kind, texts, encoded), None
+    scored: NDArray[np.int32] | None = None
     if kind.task == "score":
-        scored_R = np.zeros(num_rows, dtype=np.int32)
-        scored_R[texts.where] = texts.packed.num_scored_N
+        scored = np.zeros(num_rows, dtype=np.int32)
+        scored[texts.where] = texts.packed.num_scored_N
     return vectors_table(
         kind,
-        vectors_R,
+        _by_row(kind, texts, encoded),
         row_ids=texts.row_ids,
         prompt_tokens=texts.num_tokens,
         truncated=texts.truncated,
-        num_scored_tokens=scored_R,
+        num_scored_tokens=scored,
         errors=_errors(faults, num_rows) if faults else None,
     )
 
@@ -63,9 +63,9 @@ def _by_row(kind: VectorSpec, texts: Texts, encoded: Encoded) -> NDArray[np.floa
         vectors = _softmax(vectors.reshape(-1, texts.texts_a_row))
     if len(texts.where) == len(texts.row_ids):
         return vectors
-    vectors_R = np.full((len(texts.row_ids), kind.width), np.nan, dtype=np.float32)
-    vectors_R[texts.where] = vectors
-    return vectors_R
+    of_rows = np.full((len(texts.row_ids), kind.width), np.nan, dtype=np.float32)
+    of_rows[texts.where] = vectors
+    return of_rows
 
 
 def _softmax(logprobs: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -93,6 +93,11 @@ class PartitionPlan:
             self.folders.slice(start, stop - start).to_pylist(), self.num_rows[start:stop]
         )
 
+    def num_of(self, shard_index: int) -> int:
+        """How many a shard has."""
+        start, stop = np.searchsorted(self.shards, [shard_index, shard_index + 1])
+        return int(stop - start)
+
     def check(self, shards: Sequence[Shard]) -> None:
         """The partitions of each shard have its rows.
 

@@ -43,7 +43,7 @@ from flows.superbatches import encode_memory
 from flows.texts import TextMaker, Texts
 from flows.threads import ThreadGroup
 from flows.vectors import block_table, vector_spec
-from flows.watchdog import WatchedEncoder, Watchdog
+from flows.watchdog import Watchdog, WatchedEncoder
 from schedulers.load import Load
 from schedulers.superbatch import slices
 from storage.rows import RowReader
@@ -286,9 +286,11 @@ class EncodeWorker:
     def _give(self, wanted: Give) -> None:
         """Give rows away that have not been read."""
         row_s = self._pace.row_s
-        given = Given(unread=tuple(self._parts.take_back(int(wanted.share_s / row_s)))) if (
-            row_s
-        ) else Given()
+        given = (
+            Given(unread=tuple(self._parts.take_back(int(wanted.share_s / row_s))))
+            if (row_s)
+            else Given()
+        )
         self._count(-given.num_rows)
         self._emit(given)
 

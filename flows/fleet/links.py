@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Protocol
 
+from flows.fleet.make_worker import AnyWorker
 from flows.fleet.messages import (
     Command,
     Ended,
@@ -24,7 +25,6 @@ from flows.fleet.messages import (
     dumps,
     loads,
 )
-from flows.fleet.make_worker import AnyWorker
 
 Deliver = Callable[[Event], None]
 """Takes what a worker says, in order; the last is `Ended`, `Failed` or `Gone`."""

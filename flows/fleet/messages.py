@@ -44,7 +44,7 @@ class WorkerSetup:
         num_workers: on this host; memory and cores are shared by them.
         step_timeout_s: a step that takes longer hangs.
         reports: tell of rows that start, and of the load: for a coordinator of several.
-        max_texts: most texts of an encode call.
+        max_texts: most rows of an encode call; 0: no job of encode calls.
     """
 
     spec: JobSpec
@@ -53,7 +53,7 @@ class WorkerSetup:
     num_workers: int = 1
     step_timeout_s: float = 600.0
     reports: bool = False
-    max_texts: int = 1 << 16
+    max_texts: int = 0
 
 
 def dumps(message: object) -> bytes:

@@ -17,8 +17,8 @@ from flows.fleet.messages import Failed, dumps, loads
 from workers.errors import BackendError
 
 if TYPE_CHECKING:
-    from flows.fleet.messages import Event, WorkerSetup
     from flows.fleet.make_worker import AnyWorker
+    from flows.fleet.messages import Event, WorkerSetup
 
 
 def main() -> None:

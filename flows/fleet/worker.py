@@ -315,9 +315,7 @@ class Worker:
 
     def _take_out(self, pool: _Pool, share_s: float, kv_bytes_per_s: float) -> list[Request]:
         """Sequences of the engine: of those that wait, and where they are not enough, of all."""
-        way = Way(
-            pool.cost.beta_p, self._engine.backend.info.kv_bytes_per_token, kv_bytes_per_s
-        )
+        way = Way(pool.cost.beta_p, self._engine.backend.info.kv_bytes_per_token, kv_bytes_per_s)
         seqs, parts = pool.seqs, pool.parts
         if self._spec.engine.deterministic:
             # What runs stays: its numbers would differ when its tokens are computed in chunks.

@@ -38,7 +38,7 @@ from tests.bench.machine import measure_machine
 FULL = (200_000, 4_000)
 QUICK = (10_000, 200)
 THEIRS_SHARE = 0.2
-"""Of the partitions, for sentence-transformers with a call for each: it takes too long otherwise."""
+"""Of the partitions, for sentence-transformers with a call for each: it takes too long."""
 SIGMA = 1.72
 """Of the logarithm of a partition's size (`surge.md`, the production fit)."""
 MEAN_BYTES = 47
@@ -244,7 +244,9 @@ def summary_of(runs: Sequence[Run], sizes: Sequence[int]) -> dict[str, object]:
     found["partitions"] = {"cv": stats.cv, "mean": stats.mean, "largest": stats.largest}
     if {"per partition", "fixed batch"} <= set(ways):
         found["cost"] = asdict(measured_cost(runs))
-    calls = [EncodeSample(*call) for run in runs if run.way == "per partition" for call in run.calls]
+    calls = [
+        EncodeSample(*call) for run in runs if run.way == "per partition" for call in run.calls
+    ]
     fit = fit_encode(calls)
     if fit is not None:
         found["encode_fit"] = asdict(fit)
@@ -256,9 +258,7 @@ def checks_of(runs: Sequence[Run]) -> list[Check]:
         way: median(run.rate for run in runs if run.way == way)
         for way in dict.fromkeys(run.way for run in runs)
     }
-    memory = {
-        way: median(run.memory_bytes for run in runs if run.way == way) for way in rate
-    }
+    memory = {way: median(run.memory_bytes for run in runs if run.way == way) for way in rate}
     checks: list[Check] = []
 
     def ratio(name: str, other: str, bound: float) -> None:
