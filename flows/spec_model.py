@@ -262,17 +262,17 @@ class JobSpec(_Spec):
         json_schema_extra={"position": 1},
     )
     task: Task = _field(
-        "generate", 4, "Task",
+        "generate", 2, "Task",
         "What the model does with a row: generate text, embed it, classify it, or score it (its "
         "log-likelihood).",
     )  # fmt: skip
     model: str = _field(
-        "", 2, "Model",
+        "", 3, "Model",
         "Hugging Face folder, hub id, GGUF file, smollm2 or minilm (both embedded); by default "
         "minilm to embed, else smollm2.",
         validate_default=True,
     )  # fmt: skip
-    revision: NonEmpty | None = _field(None, 3, "Revision", "Branch, tag or commit of a hub model.")
+    revision: NonEmpty | None = _field(None, 4, "Revision", "Branch, tag or commit of a hub model.")
     output: str = _field(
         "", 5, "Output", "Directory or fsspec URL; by default ./out/<name of the input>.",
         validate_default=True,

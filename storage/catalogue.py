@@ -178,8 +178,8 @@ FILLED = "One file a partition; the folders' names are its key."
 
 def _is_filled(con: duckdb.DuckDBPyConnection) -> bool:
     """Whether the view of partitioned results is over their files already."""
-    found = con.execute("SELECT comment FROM duckdb_views() WHERE view_name = 'results'").fetchone()
-    return found is not None and found[0] == FILLED
+    found = con.execute("SELECT comment FROM duckdb_views() WHERE view_name = 'results'").fetchall()
+    return found == [(FILLED,)]
 
 
 def empty_view(con: duckdb.DuckDBPyConnection, name: str, schema: pa.Schema) -> None:

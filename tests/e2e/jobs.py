@@ -165,10 +165,11 @@ class Behaviour:
 
 def worker_model(spec: Any) -> Model:
     """The fake model of a worker process, as `Behaviour` says."""
-    del spec
     behaviour = Behaviour(**json.loads(os.environ.get(BEHAVIOUR, "{}")))
     log = None if behaviour.log is None else TokenLog(Path(behaviour.log))
     killers = frozenset(behaviour.killers)
+    if spec.task != "generate":
+        return fake_encoder_model(task=spec.task, token_s=behaviour.token_s)
 
     def on_execute(batch: Batch) -> None:
         if killers and any(item.seq.request.request_id in killers for item in batch.segments):
