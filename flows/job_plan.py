@@ -119,10 +119,14 @@ def known_cost(
     job: PreparedJob, model: Model, token_cost: TokenCost, dataset: Dataset
 ) -> EncodeCost:
     """What encoding was measured to cost, or is assumed to, at the job's mean length."""
-    key = cost_key(model.fingerprint, job.spec.task, job.spec.engine)
-    known = load_cost(key) or DEFAULT_COST
+    known = measured_cost(job, model) or DEFAULT_COST
     mean_tokens = token_cost.tokens_per_byte * mean_text_bytes(dataset, job.renderer.columns)
     return known.at_length(max(1.0, mean_tokens))
+
+
+def measured_cost(job: PreparedJob, model: Model) -> EncodeCost | None:
+    """What earlier jobs on this machine took."""
+    return load_cost(cost_key(model.fingerprint, job.spec.task, job.spec.engine))
 
 
 def text_memory(job: PreparedJob) -> float:

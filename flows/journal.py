@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -70,7 +71,7 @@ class Journal:
         self._tables = {
             table: TelemetryWriter(ledger.store, table, self.run_id) for table in TABLES
         }
-        self._catalogue = _catalogue_of(ledger, job)
+        self._catalogue = _catalogue_of(ledger)
         self._retry_logs = [
             log for fs in (job.dataset.fs, ledger.store.fs) if (log := retry_log(fs)) is not None
         ]
@@ -82,6 +83,8 @@ class Journal:
         self._works: dict[str, Sequence[Work]] = {}
         self._num_steps = 0
         self._num_short_steps = 0
+        self._num_encoded = 0
+        self._encoded_from_s, self._encoded_until_s = math.inf, -math.inf
         self._encodes: deque[EncodeSample] = deque(maxlen=MAX_SAMPLES)
         self._cost_key = cost_key(model_fingerprint, job.spec.task, job.spec.engine)
         self._started_s = clock()
@@ -187,6 +190,9 @@ class Journal:
         index, row["num_calls"] = row.pop("shard_index"), row.pop("num_batches")
         row |= {"shard": index, **self._sizes_of(index), **self._run_id_of(worker)}
         self._tables["encodes"].add(row)
+        self._num_encoded += call.num_texts
+        self._encoded_from_s = min(self._encoded_from_s, call.started_s)
+        self._encoded_until_s = max(self._encoded_until_s, call.started_s + call.elapsed_s)
         self._encodes.append(EncodeSample(call.num_texts, call.num_tokens, call.interval_s))
 
     def _sizes_of(self, index: int) -> dict[str, int]:
@@ -297,7 +303,13 @@ class Journal:
             num_short_steps=self._num_short_steps,
             overflow_probability=self._job.spec.engine.overflow_probability,
             num_retries=sum(log.num_retries for log in self._retry_logs),
+            rows_per_s=None if self._job.spec.task == "generate" else self._encode_rate(),
         )
+
+    def _encode_rate(self) -> float:
+        """Texts per second, from the first call's start to the last one's end."""
+        span_s = self._encoded_until_s - self._encoded_from_s
+        return self._num_encoded / span_s if span_s > 0 else 0.0
 
     def _shard_summaries(self) -> Iterator[ShardSummary | Tally]:
         yield from self.ledger.committed.values()
@@ -306,10 +318,10 @@ class Journal:
                 yield writer.so_far()
 
 
-def _catalogue_of(ledger: Ledger, job: PreparedJob) -> Catalogue | RemoteCatalogue:
+def _catalogue_of(ledger: Ledger) -> Catalogue | RemoteCatalogue:
     """The DuckDB file of an output: in it when it is on this machine, else in the cache folder."""
     folder = ledger.store.local_path("")
     if folder is not None:
-        return Catalogue(folder, job.dataset)
+        return Catalogue(folder, ledger.dataset)
     cache = cache_root() / "catalogues" / ledger.record.job_id
-    return RemoteCatalogue(cache, ledger.store, job.dataset)
+    return RemoteCatalogue(cache, ledger.store, ledger.dataset)

@@ -22,6 +22,9 @@ from storage.marker import Tally
 WINDOW_S = 30.0
 """Rates are taken over that long."""
 
+ENCODE = "encode"
+"""The phase of jobs that encode."""
+
 STALL_S = 60.0
 """A run in which no row finishes for that long says so."""
 
@@ -100,12 +103,19 @@ class Snapshot:
         bad = sum(self.by_status.get(status, 0) for status in BAD_STATUSES)
         faults = f", {bad} bad" if bad else ""
         eta = "unknown" if self.eta_s is None else duration(self.eta_s)
+        head = f"{self.phase}: {self.done_rows}/{self.total_rows} rows{percent}{faults}"
+        if self.phase == ENCODE:
+            return f"{head}, {self.encode_speed}, ETA {eta}"
         return (
-            f"{self.phase}: {self.done_rows}/{self.total_rows} rows{percent}{faults}, "
-            f"{self.completion_tokens} tokens, {self.tokens_per_s:.1f} tok/s "
+            f"{head}, {self.completion_tokens} tokens, {self.tokens_per_s:.1f} tok/s "
             f"(prompts {self.prefill_tokens_per_s:.0f} tok/s), ETA {eta}, "
             f"in flight {self.in_flight}, waiting {self.waiting}"
         )
+
+    @property
+    def encode_speed(self) -> str:
+        """Of a job that encodes: it generates nothing."""
+        return f"{self.rows_per_s:,.0f} rows/s, {self.prefill_tokens_per_s:,.0f} tok/s"
 
 
 class _Sample(NamedTuple):

@@ -64,11 +64,11 @@ class Texts:
     truncated: NDArray[np.bool_]
     faults: dict[int, RowFault] = field(default_factory=dict[int, RowFault])
 
-    def rows_done(self, done_N: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Which of the R rows are finished when these texts are."""
-        done_R = np.ones(len(self.row_ids), dtype=np.bool_)
-        done_R[self.where] = done_N.reshape(-1, self.texts_a_row).all(axis=1)
-        return done_R
+    def rows_done(self, texts_done: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Which of the R rows are finished when these of the N texts are."""
+        done = np.ones(len(self.row_ids), dtype=np.bool_)
+        done[self.where] = texts_done.reshape(-1, self.texts_a_row).all(axis=1)
+        return done
 
 
 class TextMaker:

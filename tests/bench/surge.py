@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -171,9 +171,8 @@ def _has_file(output: Path) -> bool:
 
 def run_way(way: str, source: Path, folder: Path, model: str, dtype: str) -> Run:
     output = folder / f"out-{time.monotonic_ns()}"
-    command = [
-        sys.executable, "-m", "tests.bench.surge_child", way, str(source), str(output), model, dtype,
-    ]  # fmt: skip
+    arguments = [way, str(source), str(output), model, dtype]
+    command = [sys.executable, "-m", "tests.bench.surge_child", *arguments]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as child:
         watch = Watch(child, output)
         told: dict[str, float] = {}

@@ -75,7 +75,7 @@ def ablated(way: str, output: Path) -> Iterator[None]:
     """One part of the design taken out."""
     from flows.fleet.encode_worker import EncodeWorker
 
-    told = EncodeWorker._tell_block  # noqa: SLF001 - the part that is taken out
+    told = EncodeWorker._tell_block
 
     def tell_and_wait(self: Any, texts: Any, encoded: Any) -> None:
         told(self, texts, encoded)

@@ -114,7 +114,7 @@ def test_every_row_is_under_its_key(tmp_path, grouped) -> None:
 
 
 def test_superbatches_are_as_the_thresholds_say(tmp_path) -> None:
-    sizes = lognormal(80, seed=3) + [300, 5]
+    sizes = [*lognormal(80, seed=3), 300, 5]
     source = write_keyed(tmp_path / "in.parquet", sizes)
     sent: list[int] = []
     spec = embed_spec(tmp_path, source)
@@ -305,7 +305,7 @@ def test_a_failure_inside_a_superbatch_loses_no_other(tmp_path) -> None:
     spec = embed_spec(tmp_path, source)
     for attempt in range(3):
         faults = FakeEncodeFaults(fail_at_call=2 + attempt)
-        with pytest.raises((JobFailed, Exception), match="scripted|fail"):
+        with pytest.raises((JobFailed, Exception), match=r"scripted|fail"):
             run_job(spec, model=fake_encoder_model(faults=faults))
     total = prepare(spec).dataset.num_rows
     done = read_status(spec.output).committed_rows
