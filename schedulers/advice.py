@@ -6,10 +6,10 @@ Source: `surge.md` 3.2 and 3.3; what is chosen and why is a table in this room's
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import floor
+from math import ceil, floor
 from typing import Literal, NamedTuple
 
-from schedulers.encode_cost import EncodeCost, break_even, phi, saved_share, speed_up
+from schedulers.encode_cost import EncodeCost, alpha, break_even, phi, saved_share, speed_up
 from schedulers.sizes import SizeStats, expected_calls
 from schedulers.superbatch import MAX_TO_MIN, Thresholds, call_bound, resident_bound
 
@@ -49,9 +49,11 @@ def choose_thresholds(
     """The smallest superbatches that make calls cheap, within memory and time.
 
     `min_texts` is the smallest at which calls are expected to cost `overhead` of what cannot be
-    saved: smaller ones come sooner, lose less and need less memory. `max_texts` is three times
-    that, with which the number of calls is bounded in any order, and no more than memory and
-    `most_s` allow; those bounds win over `overhead`, and the reasons say so.
+    saved, large partitions counted in: smaller ones come sooner, lose less and need less memory.
+    `max_texts` is three times what makes a call cheap by itself, so that slices are, and the number
+    of calls is bounded in any order; but no more than memory and `most_s` allow. Those bounds win
+    over `overhead`, and the reasons say so. Slices can bring calls to 1.7 `overhead`, where most
+    texts are in oversize partitions.
 
     Args:
         cost: measured (`encode_cost.fit_encode`).
@@ -65,9 +67,9 @@ def choose_thresholds(
     cap, cap_reason = _largest_call(cost, text_bytes, memory_bytes / (1 + queue_depth), most_s)
     wanted = _amortised(cost, stats, overhead)
     min_texts = min(wanted, cap)
-    whole = max(MAX_TO_MIN * min_texts, SMALLEST_MAX)
+    whole = max(MAX_TO_MIN * min_texts, MAX_TO_MIN * _cheap_call(cost, stats, overhead))
     # Above B_min + n_max the upper threshold does nothing, and above N there are no texts.
-    useful = max(min_texts, min(whole, min_texts + stats.largest, max(1, stats.total)))
+    useful = min(max(whole, SMALLEST_MAX), min_texts + stats.largest, max(1, stats.total))
     thresholds = Thresholds(min_texts, min(useful, cap))
     num_calls = expected_calls(stats, thresholds)
     spent_s, rest_s = num_calls * cost.call_s, _rest_s(cost, stats)
@@ -84,8 +86,17 @@ def _rest_s(cost: EncodeCost, stats: SizeStats) -> float:
     return stats.count * cost.partition_s + stats.total * cost.text_s
 
 
+def _cheap_call(cost: EncodeCost, stats: SizeStats, overhead: float) -> int:
+    """Texts of a call that costs `overhead` of them and their files; all where none is enough."""
+    if not stats.total:
+        return 1
+    wanted = alpha(cost, stats) * stats.mean / overhead
+    return min(stats.total, ceil(min(wanted, 2**62))) if wanted > 0 else 1
+
+
 def _amortised(cost: EncodeCost, stats: SizeStats, overhead: float) -> int:
-    """Smallest B_min with calls of at most `overhead` of the rest; all texts where none is enough.
+    """Smallest B_min with calls of at most `overhead` of the rest, were there no upper threshold;
+    all texts where none is enough.
 
     Halving over a fixed range: never decreasing in c, and never increasing in t and `overhead`,
     even where `expected_calls` is not quite monotone.
@@ -94,7 +105,7 @@ def _amortised(cost: EncodeCost, stats: SizeStats, overhead: float) -> int:
     limit_s = overhead * _rest_s(cost, stats)
     while low < high:
         middle = (low + high) // 2
-        num_calls = expected_calls(stats, Thresholds(middle, MAX_TO_MIN * middle))
+        num_calls = expected_calls(stats, Thresholds(middle, middle + stats.largest))
         if num_calls * cost.call_s <= limit_s:
             high = middle
         else:

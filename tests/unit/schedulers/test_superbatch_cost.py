@@ -180,9 +180,7 @@ COSTS = [(91.6e-3, 3e-6), (5e-3, 2e-5), (2e-3, 4e-4), (0.3, 1e-3)]
 @pytest.mark.parametrize(("call_s", "token_s"), COSTS)
 @pytest.mark.parametrize("outliers", [0.0, 0.1, 0.25])
 @pytest.mark.parametrize("count", [40, 400])
-def test_the_fit_finds_the_cost(
-    call_s: float, token_s: float, outliers: float, count: int
-) -> None:
+def test_the_fit_finds_the_cost(call_s: float, token_s: float, outliers: float, count: int) -> None:
     """Calls of all sizes within 5 %, a quarter of the samples far too slow or not."""
     samples = measured(call_s, token_s, lognormal_sizes(count), outliers=outliers)
     fit = fit_encode(samples)
@@ -291,9 +289,7 @@ def test_no_calls_and_empty_ones() -> None:
 @settings(deadline=None, max_examples=60)
 @given(
     st.lists(
-        st.builds(
-            EncodeSample, st.integers(1, 50), st.integers(1, 10**6), st.floats(1e-6, 1e3)
-        ),
+        st.builds(EncodeSample, st.integers(1, 50), st.integers(1, 10**6), st.floats(1e-6, 1e3)),
         min_size=1,
         max_size=12,
     )
