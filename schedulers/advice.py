@@ -63,11 +63,16 @@ def choose_thresholds(
         queue_depth: q, as in `resident_bound`.
         overhead: K c in P f + N t; above 0.
         most_s: most seconds of an encode call: until something is written, and what a kill loses.
+
+    Raises:
+        ValueError: `overhead` is not above 0.
     """
+    if overhead <= 0:
+        raise ValueError(f"calls cannot take {overhead:g} of the rest; allow more than 0")
     cap, cap_reason = _largest_call(cost, text_bytes, memory_bytes / (1 + queue_depth), most_s)
     wanted = _amortised(cost, stats, overhead)
     min_texts = min(wanted, cap)
-    whole = max(MAX_TO_MIN * min_texts, MAX_TO_MIN * _cheap_call(cost, stats, overhead))
+    whole = MAX_TO_MIN * max(min_texts, _cheap_call(cost, stats, overhead))
     # Above B_min + n_max the upper threshold does nothing, and above N there are no texts.
     useful = min(max(whole, SMALLEST_MAX), min_texts + stats.largest, max(1, stats.total))
     thresholds = Thresholds(min_texts, min(useful, cap))
@@ -77,6 +82,8 @@ def choose_thresholds(
     reasons = _reasons(thresholds, stats, wanted, overhead, cap_reason if useful > cap else "")
     if wanted > cap:
         reasons = (*reasons, f"That falls short of {wanted:,} texts, so calls take {share:.1%}.")
+    elif useful > cap and spent_s > overhead * rest_s:
+        reasons = (*reasons, f"With calls no larger than that they take {share:.1%}.")
     resident = resident_bound(thresholds, stats.largest, queue_depth)
     return Choice(thresholds, num_calls, share, resident, reasons)
 

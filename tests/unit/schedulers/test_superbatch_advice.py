@@ -117,11 +117,11 @@ def test_bounds_are_kept(
     # Where the promise is not kept there is a reason.
     rest_s = predicted_s(cost, stats.total, 0, num_partitions=stats.count)
     if choice.num_calls * cost.call_s > 1.7 * overhead * rest_s + 1.5 * cost.call_s:
-        assert any("falls short" in reason for reason in choice.reasons)
+        assert any("falls short" in reason or "no larger" in reason for reason in choice.reasons)
 
 
-@settings(deadline=None, max_examples=40)
-@given(COSTS, SIZES, st.lists(st.floats(1, 4), min_size=1, max_size=4), st.floats(1e4, 1e7))
+@settings(deadline=None, max_examples=15)
+@given(COSTS, SIZES, st.lists(st.floats(1, 4), min_size=1, max_size=3), st.floats(1e4, 1e7))
 def test_thresholds_grow_with_the_cost_of_a_call_and_with_memory(
     cost: EncodeCost, sizes: list[int], factors: list[float], memory_bytes: float
 ) -> None:
@@ -141,7 +141,7 @@ def test_thresholds_grow_with_the_cost_of_a_call_and_with_memory(
         assert with_slower.min_texts <= before.min_texts
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(COSTS, SIZES, st.floats(0.001, 0.1), st.floats(1, 10))
 def test_thresholds_fall_with_the_overhead_allowed(
     cost: EncodeCost, sizes: list[int], overhead: float, factor: float
@@ -214,6 +214,11 @@ def test_what_is_not_known_at_all() -> None:
     assert empty.num_calls == 0
     free_texts = choose(EncodeCost(0.1, 0.0), STATS)
     assert free_texts.thresholds.min_texts == STATS.total
+
+
+def test_no_overhead_at_all_cannot_be_asked_for() -> None:
+    with pytest.raises(ValueError, match="more than 0"):
+        choose(MINILM, STATS, overhead=0.0)
 
 
 # -- whether it pays --
