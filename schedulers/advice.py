@@ -246,7 +246,8 @@ def _verdict(cost: EncodeCost, stats: SizeStats, calls: float) -> Verdict:
 def _sentences(
     advice: Advice, cost: EncodeCost, stats: SizeStats, thresholds: Thresholds
 ) -> Iterator[str]:
-    call_ms, equal = cost.call_s * 1e3, f"{advice.break_even:,.0f}"
+    call_ms, texts = cost.call_s * 1e3, advice.break_even
+    equal = f"{texts:,.0f}" if texts >= 10 else f"{texts:.2g}"
     share = f"{advice.phi:.1%}"
     match advice.verdict:
         case "no_texts":
