@@ -6,10 +6,10 @@ Source: `surge.md` 3.2 and 3.3; what is chosen and why is a table in this room's
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import floor
+from math import ceil, floor
 from typing import Literal, NamedTuple
 
-from schedulers.encode_cost import EncodeCost, break_even, phi, saved_share, speed_up
+from schedulers.encode_cost import EncodeCost, alpha, break_even, phi, saved_share, speed_up
 from schedulers.sizes import SizeStats, expected_calls
 from schedulers.superbatch import MAX_TO_MIN, Thresholds, call_bound, resident_bound
 
@@ -49,9 +49,11 @@ def choose_thresholds(
     """The smallest superbatches that make calls cheap, within memory and time.
 
     `min_texts` is the smallest at which calls are expected to cost `overhead` of what cannot be
-    saved: smaller ones come sooner, lose less and need less memory. `max_texts` is three times
-    that, with which the number of calls is bounded in any order, and no more than memory and
-    `most_s` allow; those bounds win over `overhead`, and the reasons say so.
+    saved, large partitions counted in: smaller ones come sooner, lose less and need less memory.
+    `max_texts` is three times what makes a call cheap by itself, so that slices are, and the number
+    of calls is bounded in any order; but no more than memory and `most_s` allow. Those bounds win
+    over `overhead`, and the reasons say so. Slices can bring calls to 1.7 `overhead`, where most
+    texts are in oversize partitions.
 
     Args:
         cost: measured (`encode_cost.fit_encode`).
@@ -61,13 +63,18 @@ def choose_thresholds(
         queue_depth: q, as in `resident_bound`.
         overhead: K c in P f + N t; above 0.
         most_s: most seconds of an encode call: until something is written, and what a kill loses.
+
+    Raises:
+        ValueError: `overhead` is not above 0.
     """
+    if overhead <= 0:
+        raise ValueError(f"calls cannot take {overhead:g} of the rest; allow more than 0")
     cap, cap_reason = _largest_call(cost, text_bytes, memory_bytes / (1 + queue_depth), most_s)
     wanted = _amortised(cost, stats, overhead)
     min_texts = min(wanted, cap)
-    whole = max(MAX_TO_MIN * min_texts, SMALLEST_MAX)
+    whole = MAX_TO_MIN * max(min_texts, _cheap_call(cost, stats, overhead))
     # Above B_min + n_max the upper threshold does nothing, and above N there are no texts.
-    useful = max(min_texts, min(whole, min_texts + stats.largest, max(1, stats.total)))
+    useful = min(max(whole, SMALLEST_MAX), min_texts + stats.largest, max(1, stats.total))
     thresholds = Thresholds(min_texts, min(useful, cap))
     num_calls = expected_calls(stats, thresholds)
     spent_s, rest_s = num_calls * cost.call_s, _rest_s(cost, stats)
@@ -75,6 +82,8 @@ def choose_thresholds(
     reasons = _reasons(thresholds, stats, wanted, overhead, cap_reason if useful > cap else "")
     if wanted > cap:
         reasons = (*reasons, f"That falls short of {wanted:,} texts, so calls take {share:.1%}.")
+    elif useful > cap and spent_s > overhead * rest_s:
+        reasons = (*reasons, f"With calls no larger than that they take {share:.1%}.")
     resident = resident_bound(thresholds, stats.largest, queue_depth)
     return Choice(thresholds, num_calls, share, resident, reasons)
 
@@ -84,8 +93,17 @@ def _rest_s(cost: EncodeCost, stats: SizeStats) -> float:
     return stats.count * cost.partition_s + stats.total * cost.text_s
 
 
+def _cheap_call(cost: EncodeCost, stats: SizeStats, overhead: float) -> int:
+    """Texts of a call that costs `overhead` of them and their files; all where none is enough."""
+    if not stats.total:
+        return 1
+    wanted = alpha(cost, stats) * stats.mean / overhead
+    return min(stats.total, ceil(min(wanted, 2**62))) if wanted > 0 else 1
+
+
 def _amortised(cost: EncodeCost, stats: SizeStats, overhead: float) -> int:
-    """Smallest B_min with calls of at most `overhead` of the rest; all texts where none is enough.
+    """Smallest B_min with calls of at most `overhead` of the rest, were there no upper threshold;
+    all texts where none is enough.
 
     Halving over a fixed range: never decreasing in c, and never increasing in t and `overhead`,
     even where `expected_calls` is not quite monotone.
@@ -94,7 +112,7 @@ def _amortised(cost: EncodeCost, stats: SizeStats, overhead: float) -> int:
     limit_s = overhead * _rest_s(cost, stats)
     while low < high:
         middle = (low + high) // 2
-        num_calls = expected_calls(stats, Thresholds(middle, MAX_TO_MIN * middle))
+        num_calls = expected_calls(stats, Thresholds(middle, middle + stats.largest))
         if num_calls * cost.call_s <= limit_s:
             high = middle
         else:
@@ -228,7 +246,8 @@ def _verdict(cost: EncodeCost, stats: SizeStats, calls: float) -> Verdict:
 def _sentences(
     advice: Advice, cost: EncodeCost, stats: SizeStats, thresholds: Thresholds
 ) -> Iterator[str]:
-    call_ms, equal = cost.call_s * 1e3, f"{advice.break_even:,.0f}"
+    call_ms, texts = cost.call_s * 1e3, advice.break_even
+    equal = f"{texts:,.0f}" if texts >= 10 else f"{texts:.2g}"
     share = f"{advice.phi:.1%}"
     match advice.verdict:
         case "no_texts":

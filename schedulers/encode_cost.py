@@ -17,7 +17,6 @@ speed-ups are too large where much of c stays.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite, nan
@@ -176,14 +175,13 @@ MIN_SAMPLES = 4
 """Calls that tell a line and how far they are from it."""
 MIN_SPREAD = 3.0
 """Largest over smallest call, in tokens, that tells fixed from marginal cost."""
-FULL_CLASS = 32
-"""Calls of about one size that count each; more share the weight of so many, so that a long stretch
-of equal calls does not wash out the few that tell c from t."""
 MAX_CALL_ERROR = 0.5
 """Most standard error of c, in c, where it is not small beside the smallest call."""
+MAX_ERROR = 0.3
+"""Most `EncodeFit.error` of calls that follow the model."""
 SMALL_CALL_ERROR = 0.05
 """A standard error of c that does not matter, in the smallest call."""
-NOISE_FLOOR = 0.01
+NOISE_FLOOR = 0.1
 """Relative distance from the fit that is no outlier, however well the others lie on it."""
 
 
@@ -198,9 +196,10 @@ def fit_encode(
 ) -> EncodeFit | None:
     """c and the seconds of a token, from measured calls; None without any.
 
-    Non-negative least squares of relative distances, as noise grows with the call. It starts from
-    least absolute distances, and leaves out calls above 3 median absolute deviations from those:
-    up to a quarter of the calls may be any number of times too slow (tests).
+    Non-negative least squares of relative distances, as noise grows with the call. The first are
+    relative to the measured times, where a slow call counts as no more than one that took no time;
+    then calls above 3 median absolute deviations are left out. A quarter of the calls may be up to
+    20 times too slow (tests); near a half it fails, and says so by its `error`.
 
     Args:
         samples: those without tokens or time are not looked at.
@@ -214,18 +213,17 @@ def fit_encode(
     solution, good = _robust(data)
     call_s, token_s = solution
     call_error_s = _call_error(data, solution, good)
-    note = _unidentified(data, good, call_s, call_error_s)
+    note = _unidentified(data, good, solution, call_error_s)
     if note:
         call_s, token_s = _assumed(data, earlier)
         call_error_s = nan
         good = np.ones(len(kept), bool)
-    predicted = call_s + token_s * data.tokens[good]
     return EncodeFit(
         call_s=call_s,
         token_s=token_s,
         mean_tokens=float(data.tokens.sum() / max(1, sum(item.num_texts for item in kept))),
         call_error_s=call_error_s,
-        error=float(np.median(np.abs(data.elapsed_s[good] / predicted - 1))),
+        error=_median_error(data, good, (call_s, token_s)),
         num_samples=int(good.sum()),
         num_outliers=int((~good).sum()),
         is_identified=not note,
@@ -234,20 +232,23 @@ def fit_encode(
 
 
 class _Data(NamedTuple):
-    """Columns of the samples, one entry each."""
+    """Columns of the samples, one entry each.
+
+    Attributes:
+        octave: class of size: powers of two of the tokens.
+    """
 
     tokens: np.ndarray
     elapsed_s: np.ndarray
-    weight: np.ndarray
+    octave: np.ndarray
 
     @classmethod
     def of(cls, samples: Sequence[EncodeSample]) -> _Data:
-        tokens = np.array([item.num_tokens for item in samples], float)
-        elapsed_s = np.array([item.elapsed_s for item in samples])
-        octaves = [item.num_tokens.bit_length() for item in samples]
-        counts = Counter(octaves)
-        weight = np.array([min(1.0, FULL_CLASS / counts[octave]) for octave in octaves])
-        return cls(tokens, elapsed_s, weight)
+        return cls(
+            np.array([item.num_tokens for item in samples], float),
+            np.array([item.elapsed_s for item in samples]),
+            np.array([item.num_tokens.bit_length() for item in samples]),
+        )
 
     def solve(self, weight: np.ndarray, scale_s: np.ndarray) -> np.ndarray:
         """(c, seconds of a token) by weighted least squares of distances in `scale_s`."""
@@ -255,21 +256,25 @@ class _Data(NamedTuple):
         x = np.stack([np.ones_like(self.tokens), self.tokens], axis=1)
         return non_negative_fit(x * factor[:, None], self.elapsed_s * factor)
 
+    def usual_distance(self, distance: np.ndarray) -> float:
+        """The median over classes of size of their medians. Small calls are noisier: measured by
+        the spread of many equal large ones, most of those that tell c would be outliers.
+        """
+        classes = np.unique(self.octave)
+        return float(np.median([np.median(distance[self.octave == one]) for one in classes]))
+
 
 def _robust(data: _Data) -> tuple[tuple[float, float], np.ndarray]:
     """The solution, and which samples it is of."""
-    solution = data.solve(data.weight, data.elapsed_s)
-    for _ in range(40):
-        predicted = _predicted(data, solution)
-        distance = np.abs(data.elapsed_s / predicted - 1)
-        solution = data.solve(data.weight / np.maximum(distance, 1e-4), predicted)
-    good = np.ones(len(data.tokens), bool)
+    good, limit = np.ones(len(data.tokens), bool), inf
+    solution = data.solve(good.astype(float), data.elapsed_s)
     for _ in range(4):
         predicted = _predicted(data, solution)
         distance = np.abs(data.elapsed_s / predicted - 1)
-        limit = max(NOISE_FLOOR, 3 * 1.4826 * float(np.median(distance)))
+        # Never wider than before: slow calls would draw the fit to them, and so let in more.
+        limit = min(limit, max(NOISE_FLOOR, 3 * 1.4826 * data.usual_distance(distance)))
         good = distance <= limit
-        solution = data.solve(data.weight * good, predicted)
+        solution = data.solve(good.astype(float), predicted)
     return (float(solution[0]), float(solution[1])), good
 
 
@@ -283,19 +288,27 @@ def _call_error(data: _Data, solution: tuple[float, float], good: np.ndarray) ->
     if len(tokens) <= 2 or tokens.min() == tokens.max():
         return inf
     predicted = solution[0] + solution[1] * tokens
-    x = np.stack([1 / predicted, tokens / predicted], axis=1)
-    distance = data.elapsed_s[good] / predicted - 1
-    weight = data.weight[good]
-    variance = (weight * distance**2).sum() / weight.sum() * len(tokens) / (len(tokens) - 2)
     # Tokens in those of the largest call, as they are many orders of magnitude above seconds.
-    x[:, 1] /= tokens.max()
-    normal = x.T @ (x * weight[:, None])
-    return float(np.sqrt(variance * np.linalg.pinv(normal)[0, 0]))
+    x = np.stack([1 / predicted, tokens / tokens.max() / predicted], axis=1)
+    distance = data.elapsed_s[good] / predicted - 1
+    inverse = np.linalg.pinv(x.T @ x)
+    # Each call's own noise (White's form), as it differs between sizes.
+    noise = (x * distance[:, None]).T @ (x * distance[:, None])
+    variance = (inverse @ noise @ inverse)[0, 0] * len(tokens) / (len(tokens) - 2)
+    return float(np.sqrt(max(0.0, variance)))
 
 
-def _unidentified(data: _Data, good: np.ndarray, call_s: float, call_error_s: float) -> str:
+def _median_error(data: _Data, good: np.ndarray, solution: tuple[float, float]) -> float:
+    """Of the distances of a solution, relative to it."""
+    predicted = solution[0] + solution[1] * data.tokens[good]
+    return float(np.median(np.abs(data.elapsed_s[good] / predicted - 1)))
+
+
+def _unidentified(
+    data: _Data, good: np.ndarray, solution: tuple[float, float], call_error_s: float
+) -> str:
     """Why the samples do not tell c from t; empty if they do."""
-    tokens = data.tokens[good]
+    tokens, call_s = data.tokens[good], solution[0]
     if len(tokens) < MIN_SAMPLES:
         return (
             f"{len(tokens)} calls are too few to tell a call's fixed cost; it takes {MIN_SAMPLES}"
@@ -305,6 +318,9 @@ def _unidentified(data: _Data, good: np.ndarray, call_s: float, call_error_s: fl
             f"all calls have {tokens.min():,.0f} to {tokens.max():,.0f} tokens; to tell the fixed "
             f"cost of a call, some must have {MIN_SPREAD:g} times as many as others"
         )
+    error = _median_error(data, good, solution)
+    if error > MAX_ERROR:
+        return f"half of the calls are more than {error:.0%} off any line: the machine was busy"
     smallest_s = float(data.elapsed_s[good].min())
     if call_error_s > max(MAX_CALL_ERROR * call_s, SMALL_CALL_ERROR * smallest_s):
         return (

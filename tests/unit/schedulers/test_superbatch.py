@@ -1,9 +1,11 @@
-"""The two-threshold policy against the paper's pseudo-code, and its memory bound under any timing."""
+"""The two-threshold policy against the paper's loop, and its memory bound under any timing."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from itertools import pairwise
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -101,7 +103,7 @@ def test_the_thresholds_hold(sizes: list[int], limits: Thresholds) -> None:
         else:
             assert item.num_slices == 1
             assert item.num_texts <= call_bound(limits, largest)
-    for item, follower in zip(made, made[1:], strict=False):
+    for item, follower in pairwise(made):
         if item.num_texts < limits.min_texts:
             assert item.num_texts + sizes[follower.first] > limits.max_texts
 
@@ -188,7 +190,7 @@ def test_with_room_for_less_than_three_it_is_not() -> None:
 @settings(deadline=None)
 @given(SIZES, thresholds(), st.integers(0, 4), st.randoms(use_true_random=False))
 def test_texts_in_memory_never_exceed_the_bound_whatever_the_timing(
-    sizes: list[int], limits: Thresholds, queue_depth: int, random: object
+    sizes: list[int], limits: Thresholds, queue_depth: int, random: Random
 ) -> None:
     """An encoder and a writer that take turns at random, and a count by hand."""
     largest = max(sizes, default=0)

@@ -95,9 +95,7 @@ def test_expected_calls_are_those_of_random_orders(
     low = max(1, round(per_mean * mean))
     limits = Thresholds(low, factor * low)
     measured = mean_calls(sizes, limits)
-    assert expected_calls(SizeStats.of(sizes), limits) == pytest.approx(
-        measured, rel=0.04, abs=0.5
-    )
+    assert expected_calls(SizeStats.of(sizes), limits) == pytest.approx(measured, rel=0.04, abs=0.5)
 
 
 @pytest.mark.parametrize("low", [1, 2, 5, 9, 40])
@@ -108,12 +106,8 @@ def test_one_partition_takes_no_more_than_its_slices(low: int) -> None:
 
 
 @settings(deadline=None, max_examples=40)
-@given(
-    st.lists(st.integers(1, 40), min_size=2, max_size=5), st.integers(1, 60), st.integers(1, 4)
-)
-def test_few_small_partitions_against_all_orders(
-    sizes: list[int], low: int, factor: int
-) -> None:
+@given(st.lists(st.integers(1, 40), min_size=2, max_size=5), st.integers(1, 60), st.integers(1, 4))
+def test_few_small_partitions_against_all_orders(sizes: list[int], low: int, factor: int) -> None:
     """Within half a call and a fifth: the chain draws partitions anew, where an order has each
     once.
     """
