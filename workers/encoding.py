@@ -188,9 +188,9 @@ class Encoded:
 
 
 class _Work(NamedTuple):
-    """Micro-batch: texts `index` of the call."""
+    """A micro-batch, and which texts of the call are in it."""
 
-    index: Places
+    chosen: Places
     texts: PackedTexts
 
 
@@ -246,8 +246,8 @@ class Encoder:
         start = 0
         while start < len(order) and not self._should_stop():
             count = _count_within(lengths_N[order[start:]], self._limit_tokens)
-            index = order[start : start + count]
-            self._run(_Work(index, texts.take(index)), found)
+            chosen = order[start : start + count]
+            self._run(_Work(chosen, texts.take(chosen)), found)
             start += count
         return found
 
@@ -269,11 +269,11 @@ class Encoder:
             try:
                 self._execute(part, found)
             except DeviceOutOfMemory:
-                if len(part.index) > 1:
+                if len(part.chosen) > 1:
                     waiting.extend(_halves(part))
                     continue
-                found.done[part.index] = True
-                _add_faults(found, part.index, "out_of_memory")
+                found.done[part.chosen] = True
+                _add_faults(found, part.chosen, "out_of_memory")
             else:
                 largest = max(largest, part.texts.num_tokens)
         self._learn(work.texts.num_tokens, largest)
@@ -282,16 +282,16 @@ class Encoder:
         started_s = self._clock()
         vectors = self._backend.execute(work.texts)
         elapsed_s = self._clock() - started_s
-        wanted = (len(work.index), self._backend.info.width)
+        wanted = (len(work.chosen), self._backend.info.width)
         if vectors.shape != wanted:
             raise InternalError(f"an encoder gave vectors of {vectors.shape}, not of {wanted}")
-        found.vectors[work.index] = vectors
-        found.done[work.index] = True
-        bad = work.index[~np.isfinite(vectors).all(axis=1)]
+        found.vectors[work.chosen] = vectors
+        found.done[work.chosen] = True
+        bad = work.chosen[~np.isfinite(vectors).all(axis=1)]
         found.vectors[bad] = np.nan
         _add_faults(found, bad, "not_finite")
         step = EncodeStep(
-            num_texts=len(work.index),
+            num_texts=len(work.chosen),
             num_tokens=work.texts.num_tokens,
             started_s=started_s,
             elapsed_s=elapsed_s,
@@ -318,9 +318,9 @@ def _count_within(lengths_N: Places, most_tokens: int) -> int:
 
 def _halves(work: _Work) -> Iterator[_Work]:
     """The longer half last, as the caller takes from the end."""
-    middle, count = len(work.index) // 2, len(work.index)
-    yield _Work(work.index[middle:], work.texts.slice(middle, count))
-    yield _Work(work.index[:middle], work.texts.slice(0, middle))
+    middle, count = len(work.chosen) // 2, len(work.chosen)
+    yield _Work(work.chosen[middle:], work.texts.slice(middle, count))
+    yield _Work(work.chosen[:middle], work.texts.slice(0, middle))
 
 
 def _add_faults(found: Encoded, index: Places, fault: EncodeFault) -> None:
