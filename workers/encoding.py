@@ -97,6 +97,16 @@ class PackedTexts:
         flat = np.fromiter(chain.from_iterable(texts), dtype=np.int32, count=total)
         return cls(flat, ends_N, None if first is None else np.asarray(first, dtype=np.int64))
 
+    @classmethod
+    def concatenate(cls, parts: Sequence[PackedTexts]) -> PackedTexts:
+        """All texts of the parts, in order; `first_N` must be in all of them or in none."""
+        if not parts:
+            return cls(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int64))
+        firsts = [part.first_N for part in parts if part.first_N is not None]
+        lengths_N = np.concatenate([part.lengths_N for part in parts])
+        flat = np.concatenate([part.token_ids_T for part in parts])
+        return cls(flat, lengths_N.cumsum(), np.concatenate(firsts) if firsts else None)
+
     def __len__(self) -> int:
         return len(self.ends_N)
 
