@@ -311,7 +311,8 @@ class Encoder:
     def _learn(self, num_tokens: int, largest: int) -> None:
         """Lower the limit to what was computed; raise it again after a healthy while."""
         if largest < num_tokens:
-            self._limit_tokens = max(1, largest or num_tokens // 2)
+            fits = max(1, largest or num_tokens // 2)
+            self._limit_tokens = min(self._limit_tokens, fits)
             self._num_healthy = 0
         elif self._limit_tokens < self._most_tokens:
             self._num_healthy += 1
