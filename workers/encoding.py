@@ -97,6 +97,16 @@ class PackedTexts:
         flat = np.fromiter(chain.from_iterable(texts), dtype=np.int32, count=total)
         return cls(flat, ends_N, None if first is None else np.asarray(first, dtype=np.int64))
 
+    @classmethod
+    def concatenate(cls, parts: Sequence[PackedTexts]) -> PackedTexts:
+        """All texts of the parts, in order; `first_N` must be in all of them or in none."""
+        if not parts:
+            return cls(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int64))
+        firsts = [part.first_N for part in parts if part.first_N is not None]
+        lengths_N = np.concatenate([part.lengths_N for part in parts])
+        flat = np.concatenate([part.token_ids_T for part in parts])
+        return cls(flat, lengths_N.cumsum(), np.concatenate(firsts) if firsts else None)
+
     def __len__(self) -> int:
         return len(self.ends_N)
 
@@ -188,9 +198,9 @@ class Encoded:
 
 
 class _Work(NamedTuple):
-    """Micro-batch: texts `index` of the call."""
+    """A micro-batch, and which texts of the call are in it."""
 
-    index: Places
+    chosen: Places
     texts: PackedTexts
 
 
@@ -246,8 +256,8 @@ class Encoder:
         start = 0
         while start < len(order) and not self._should_stop():
             count = _count_within(lengths_N[order[start:]], self._limit_tokens)
-            index = order[start : start + count]
-            self._run(_Work(index, texts.take(index)), found)
+            chosen = order[start : start + count]
+            self._run(_Work(chosen, texts.take(chosen)), found)
             start += count
         return found
 
@@ -269,11 +279,11 @@ class Encoder:
             try:
                 self._execute(part, found)
             except DeviceOutOfMemory:
-                if len(part.index) > 1:
+                if len(part.chosen) > 1:
                     waiting.extend(_halves(part))
                     continue
-                found.done[part.index] = True
-                _add_faults(found, part.index, "out_of_memory")
+                found.done[part.chosen] = True
+                _add_faults(found, part.chosen, "out_of_memory")
             else:
                 largest = max(largest, part.texts.num_tokens)
         self._learn(work.texts.num_tokens, largest)
@@ -282,16 +292,16 @@ class Encoder:
         started_s = self._clock()
         vectors = self._backend.execute(work.texts)
         elapsed_s = self._clock() - started_s
-        wanted = (len(work.index), self._backend.info.width)
+        wanted = (len(work.chosen), self._backend.info.width)
         if vectors.shape != wanted:
             raise InternalError(f"an encoder gave vectors of {vectors.shape}, not of {wanted}")
-        found.vectors[work.index] = vectors
-        found.done[work.index] = True
-        bad = work.index[~np.isfinite(vectors).all(axis=1)]
+        found.vectors[work.chosen] = vectors
+        found.done[work.chosen] = True
+        bad = work.chosen[~np.isfinite(vectors).all(axis=1)]
         found.vectors[bad] = np.nan
         _add_faults(found, bad, "not_finite")
         step = EncodeStep(
-            num_texts=len(work.index),
+            num_texts=len(work.chosen),
             num_tokens=work.texts.num_tokens,
             started_s=started_s,
             elapsed_s=elapsed_s,
@@ -301,7 +311,8 @@ class Encoder:
     def _learn(self, num_tokens: int, largest: int) -> None:
         """Lower the limit to what was computed; raise it again after a healthy while."""
         if largest < num_tokens:
-            self._limit_tokens = max(1, largest or num_tokens // 2)
+            fits = max(1, largest or num_tokens // 2)
+            self._limit_tokens = min(self._limit_tokens, fits)
             self._num_healthy = 0
         elif self._limit_tokens < self._most_tokens:
             self._num_healthy += 1
@@ -318,9 +329,9 @@ def _count_within(lengths_N: Places, most_tokens: int) -> int:
 
 def _halves(work: _Work) -> Iterator[_Work]:
     """The longer half last, as the caller takes from the end."""
-    middle, count = len(work.index) // 2, len(work.index)
-    yield _Work(work.index[middle:], work.texts.slice(middle, count))
-    yield _Work(work.index[:middle], work.texts.slice(0, middle))
+    middle, count = len(work.chosen) // 2, len(work.chosen)
+    yield _Work(work.chosen[middle:], work.texts.slice(middle, count))
+    yield _Work(work.chosen[:middle], work.texts.slice(0, middle))
 
 
 def _add_faults(found: Encoded, index: Places, fault: EncodeFault) -> None:

@@ -1,7 +1,7 @@
 """The encode backend that is ours: torch on a CPU or GPU, native where that is faster.
 
-`execute` is: the model up to its hidden states or log-likelihoods, then the task's output. All of it
-runs in inference mode, on the calling thread.
+`execute` is: the model up to its hidden states or log-likelihoods, then the task's output. All of
+it runs in inference mode, on the calling thread.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from workers.backends.translated import translated

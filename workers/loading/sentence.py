@@ -204,6 +204,7 @@ def _read_pooling(folder: Path, module: Mapping[str, object], found: _Found) -> 
 
 def _pooling_modes(path: Path, config: Mapping[str, object]) -> tuple[PoolingMode, ...]:
     named = config.get("pooling_mode")
+    modes: list[PoolingMode]
     if named is None:
         modes = [mode for key, mode in _POOLING_KEYS.items() if config.get(key) is True]
     else:

@@ -25,7 +25,7 @@ Named = tuple[str, Place]
 
 
 class EncoderModel(Protocol):
-    """A model up to its last hidden states. Pooling and heads come behind it, whoever computes it."""
+    """A model up to its last hidden states; pooling and heads come behind it."""
 
     @property
     def hidden_size(self) -> int: ...

@@ -9,7 +9,7 @@ All of it is float32, whatever the model's weights are: it is a small part of th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -21,9 +21,9 @@ from workers.encoding import PackedTexts, Places
 from workers.errors import ModelError
 from workers.loading.sentence import DenseConfig, PoolingMode, SentenceConfig
 from workers.models.causal import CausalModel
-from workers.models.encoder import Activation, EncoderModel, LayerNorm, Named, find_activation
+from workers.models.encoder import Activation, EncoderModel, LayerNorm, find_activation
 from workers.models.layers import Linear, Make
-from workers.models.packed import Run, find_runs
+from workers.models.packed import find_runs
 from workers.models.weights import Places as WeightPlaces
 from workers.models.weights import check_weights, load_weights
 
@@ -262,10 +262,11 @@ class DenseHead:
 
     def places(self) -> WeightPlaces:
         dense, classifier = self._names
-        norm: Iterator[Named] = iter(()) if self._norm is None else self._norm[1].places(self._norm[0])
-        return dict(
-            [*self._dense.places(dense), *norm, *self._classifier.places(classifier)]
-        )
+        places = dict([*self._dense.places(dense), *self._classifier.places(classifier)])
+        if self._norm is not None:
+            name, norm = self._norm
+            places.update(norm.places(name))
+        return places
 
 
 def bert_head(
@@ -329,7 +330,7 @@ def modernbert_head(
         size=size,
         num_labels=num_labels,
         device=device,
-        pooling=cast("Literal['cls', 'mean']", pooling),
+        pooling=pooling,
         bias=raw.get("classifier_bias") is True,
         norm=("head.norm", LayerNorm(device, size, cast("float", eps), bias=norm_bias)),
     )

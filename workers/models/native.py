@@ -149,9 +149,7 @@ class NativeDecoder:
 
     def normed(self, stream_RD: Tensor) -> Tensor:
         """Rows of the residual stream behind the final norm, float32."""
-        return functional.rms_norm(
-            stream_RD, self._norm_D.shape, self._norm_D, self.config.rms_eps
-        )
+        return functional.rms_norm(stream_RD, self._norm_D.shape, self._norm_D, self.config.rms_eps)
 
     def stream(self, layout: StepLayout, pool: KVPool) -> Tensor:
         """Run a batch: the residual stream (S, D) of the sampled rows behind the last layer."""
