@@ -25,6 +25,9 @@ from workers.encoding import PackedTexts
 from workers.request import RowError
 
 
+NO_TOKENS = RowError("empty_prompt", "the text has no tokens")
+
+
 class TextEncoder(Protocol):
     """The part of a tokenizer that is needed here."""
 
@@ -71,6 +74,18 @@ class Texts:
         return done
 
 
+@dataclass(slots=True)
+class _Made:
+    """The rows that have been made into texts so far."""
+
+    num_tokens: NDArray[np.int32]
+    row_ids: list[str] = field(default_factory=list[str])
+    packed: list[PackedTexts] = field(default_factory=list[PackedTexts])
+    where: list[int] = field(default_factory=list[int])
+    truncated: list[int] = field(default_factory=list[int])
+    faults: dict[int, RowFault] = field(default_factory=dict[int, RowFault])
+
+
 class TextMaker:
     """Makes the texts of a superbatch.
 
@@ -107,76 +122,80 @@ class TextMaker:
         self._meter = meter
 
     def __call__(self, part: Assign) -> Texts:
-        """Read, render and tokenise.
+        """Read, render and tokenise, a batch at a time: only token ids are kept.
 
         Raises:
             PromptTooLong: a text is too long, and the job says that it should fail then.
             InputError: the input is gone or damaged.
         """
+        made = _Made(num_tokens=np.zeros(part.num_rows, dtype=np.int32))
+        batches = self._read(part)
+        while (rows := self._next(batches)) is not None:
+            first = len(made.row_ids)
+            made.row_ids.extend(row.row_id for row in rows)
+            with self._meter("templating"):
+                texts, where = self._render(rows, first, made.faults)
+            with self._meter("tokenising"):
+                self._encode(texts, where, made)
+        return Texts(
+            part=part,
+            row_ids=made.row_ids,
+            packed=PackedTexts.concatenate(made.packed),
+            where=np.array(made.where, dtype=np.int64),
+            texts_a_row=max(1, len(self._choices)),
+            num_tokens=made.num_tokens,
+            truncated=np.isin(np.arange(part.num_rows), made.truncated),
+            faults=made.faults,
+        )
+
+    def _next(self, batches: Iterator[list[Row]]) -> list[Row] | None:
         with self._meter("reading"):
-            rows = [row for batch in self._read(part) for row in batch]
-        faults: dict[int, RowFault] = {}
+            return next(batches, None)
+
+    def _render(
+        self, rows: list[Row], first: int, faults: dict[int, RowFault]
+    ) -> tuple[list[str], list[int]]:
+        """Texts of some rows, and the positions of these; the others have a fault."""
         texts: list[str] = []
         where: list[int] = []
-        with self._meter("templating"):
-            for position, row in enumerate(rows):
-                rendered = self._renderer.render(row.values)
-                if rendered.error is None:
-                    text = self._prefix + rendered.text
-                    texts.append(text.lower() if self._lower_case else text)
-                    where.append(position)
-                else:
-                    skipped = rendered.error.type == "null_prompt"
-                    status: Status = "skipped" if skipped else "error"
-                    faults[position] = RowFault(status, rendered.error)
-        with self._meter("tokenising"):
-            return self._pack(part, rows, texts, where, faults)
+        for position, row in enumerate(rows, first):
+            rendered = self._renderer.render(row.values)
+            if rendered.error is None:
+                text = self._prefix + rendered.text
+                texts.append(text.lower() if self._lower_case else text)
+                where.append(position)
+            else:
+                skipped = rendered.error.type == "null_prompt"
+                status: Status = "skipped" if skipped else "error"
+                faults[position] = RowFault(status, rendered.error)
+        return texts, where
 
-    def _pack(
-        self,
-        part: Assign,
-        rows: list[Row],
-        texts: list[str],
-        where: list[int],
-        faults: dict[int, RowFault],
-    ) -> Texts:
+    def _encode(self, texts: list[str], where: list[int], made: _Made) -> None:
         special = self._renderer.add_special_tokens
         encoded = self._tokenizer.encode_batch(texts, add_special_tokens=special)
         behind = self._behind(texts, encoded) if self._choices else None
-        num_tokens = np.zeros(len(rows), dtype=np.int32)
-        truncated = np.zeros(len(rows), dtype=np.bool_)
-        kept: list[int] = []
         lists: list[list[int]] = []
         first: list[int] = []
         for index, position in enumerate(where):
-            ids = encoded[index]
             answers = behind[index] if behind is not None else [[]]
             room = self._max_len - max(map(len, answers))
+            ids = encoded[index]
             if len(ids) > room:
-                cut = self._cut(texts[index], ids, room, rows[position].row_id)
+                cut = self._cut(texts[index], ids, room, made.row_ids[position])
                 if isinstance(cut, RowError):
-                    faults[position] = RowFault("error", cut)
+                    made.faults[position] = RowFault("error", cut)
                     continue
-                ids, truncated[position] = cut, True
+                ids = cut
+                made.truncated.append(position)
             if not ids:
-                faults[position] = RowFault(
-                    "error", RowError("empty_prompt", "the text has no tokens")
-                )
+                made.faults[position] = RowFault("error", NO_TOKENS)
                 continue
-            kept.append(position)
-            num_tokens[position] = len(ids)
+            made.where.append(position)
+            made.num_tokens[position] = len(ids)
             lists.extend([*ids, *answer] for answer in answers)
             first.extend([len(ids) if self._choices else self._num_prefix] * len(answers))
-        return Texts(
-            part=part,
-            row_ids=[row.row_id for row in rows],
-            packed=PackedTexts.from_lists(lists, first=first if any(first) else None),
-            where=np.array(kept, dtype=np.int64),
-            texts_a_row=max(1, len(self._choices)),
-            num_tokens=num_tokens,
-            truncated=truncated,
-            faults=faults,
-        )
+        counts = bool(self._choices or self._num_prefix)
+        made.packed.append(PackedTexts.from_lists(lists, first=first if counts else None))
 
     def _count_prefix(self) -> int:
         """Tokens of the prefix, with the special ones before it."""

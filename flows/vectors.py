@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 from flows.model import Vectors
 from flows.spec_model import JobSpec
-from flows.texts import RowFault, Texts
+from flows.texts import NO_TOKENS, RowFault, Texts
 from storage.vectors import VectorErrors, VectorSpec, vectors_table
 from workers.encoding import Encoded, EncodeFault
 from workers.request import RowError
 
 FAULTS: Mapping[EncodeFault, RowError] = {
-    "empty": RowError("empty_prompt", "the text has no tokens"),
+    "empty": NO_TOKENS,
     "not_finite": RowError("numerical_error", "the model's numbers for this text are not finite"),
     "out_of_memory": RowError(
         "out_of_memory", "the device's memory does not hold this text, even by itself"

@@ -55,6 +55,10 @@ STOP_GRACE_S = 15.0
 """Seconds that a micro-batch may still take once the worker has been told to stop."""
 
 
+READ_ROWS = 1024
+"""Rows that are rendered and tokenised at a time."""
+
+
 class _Pace(NamedTuple):
     """What has been encoded so far."""
 
@@ -130,7 +134,7 @@ class EncodeWorker:
             on_step=self._on_step,
             should_stop=lambda: self._stopping,
         )
-        reader = RowReader(self._setup.dataset, renderer.columns)
+        reader = RowReader(self._setup.dataset, renderer.columns, batch_rows=READ_ROWS)
         self._make_texts = TextMaker(
             spec=spec,
             read=lambda part: reader.rows(part.shard, skip=AllBut(part.ordinals)),
