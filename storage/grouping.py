@@ -1,17 +1,22 @@
-"""Grouping an input by its keys: an external sort in DuckDB, in bounded memory.
+"""Grouping an input by its keys: an external sort, in bounded memory, with types left as they are.
 
-Rows stream in as Arrow batches from any file system, are sorted by (key, file, row) with spills to
-a local folder, and stream out to the output as `_input/part-*.parquet`, which is the job's input
-from then on. DuckDB sees a row as its key's text, its number and a payload: text travels as bytes,
-times as integers, so that nothing is rounded, checked or refused on the way, and each column comes
-out with the type it had.
+DuckDB sorts what decides, pairs of (key, row number), and spills what does not fit; the rows
+themselves do not go through it (its sort holds wide payloads in memory, and fails below about a
+third of their size), but follow the order in two passes:
+
+    order    (key, row number) sorted -> the place of each row, 8 bytes a row, in a file
+    scatter  rows in the input's order -> bucket files by place, each small enough to be held
+    gather   each bucket, put in order -> `_input/part-*.parquet`, the job's input from then on
 """
 
 from __future__ import annotations
 
+import shutil
+import uuid
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import duckdb
 import numpy as np
@@ -21,7 +26,7 @@ import pyarrow.parquet as pq
 
 from storage.errors import InputError, LedgerError
 from storage.files import GROUP_BYTES, GROUP_ROWS, row_groups
-from storage.hive import as_keys, folders, key_schema
+from storage.hive import as_keys, encoded, folders, key_schema
 from storage.objects import ObjectStore
 from storage.partitions import first_rows
 from storage.rows import RowReader, id_text, to_values, whole
@@ -37,6 +42,25 @@ FILE_BYTES = 8 * GROUP_BYTES
 READ_ROWS = 8192
 MIN_MEMORY_BYTES = 64 << 20
 """DuckDB cannot sort in less."""
+_PLACE = "__place"
+_SORTED = "FROM source SELECT n ORDER BY k, n"
+
+
+class _Setting(NamedTuple):
+    """What all passes know."""
+
+    dataset: Dataset
+    keys: pa.Schema
+    schema: pa.Schema
+    limit: int | None
+    folder: Path
+    bucket_bytes: int
+    on_batch: Callable[[], None]
+
+    @property
+    def num_rows(self) -> int:
+        total = self.dataset.num_rows
+        return total if self.limit is None else min(total, self.limit)
 
 
 def group_by_keys(
@@ -53,18 +77,19 @@ def group_by_keys(
 ) -> Dataset:
     """Write an input anew, with the rows of each key together, in their order otherwise.
 
-    What an earlier call left unfinished goes.
+    What an earlier call left unfinished in the output goes.
 
     Args:
         dataset: the input.
         keys: the key columns.
         columns: those that the grouped input has besides.
         store: the output; it gets the folder `_input`.
-        spill: a folder of this machine for what does not fit; made if it is not there.
-        memory_bytes: of the sort. Batches on the way in and out take some tens of MiB more.
+        spill: a folder of this machine for what does not fit, about as large as the columns; made
+            if it is not there, and left empty.
+        memory_bytes: what to use of memory, 64 MiB at least.
         limit: only the first rows.
         threads: that sort.
-        on_batch: called for every batch, from the thread that reads or writes it.
+        on_batch: called for every batch of every pass, from whichever thread reads it.
 
     Returns:
         The grouped input. Its id column is `__row_id`.
@@ -73,30 +98,31 @@ def group_by_keys(
         InputError: the input cannot be read, sorted or partitioned so; says why.
         OutputError: the output cannot be written.
     """
-    wanted = tuple(dict.fromkeys([*keys, *columns]))
-    schema = pa.schema([dataset.schema.field(name) for name in wanted])
-    source = _Source(dataset, key_schema(dataset.schema, keys), schema, limit, on_batch)
-    store.delete_folder(GROUPED)
-    spill.mkdir(parents=True, exist_ok=True)
     memory = max(memory_bytes, MIN_MEMORY_BYTES)
-    config = {
-        "memory_limit": f"{memory // 1024}KiB",
-        "temp_directory": str(spill),
-        "threads": threads,
-    }
+    wanted = tuple(dict.fromkeys([*keys, *columns]))
+    folder = spill / f"grouping-{uuid.uuid4().hex}"
+    setting = _Setting(
+        dataset,
+        key_schema(dataset.schema, keys),
+        pa.schema([dataset.schema.field(name) for name in wanted]),
+        limit,
+        folder,
+        memory // 4,
+        on_batch,
+    )
+    store.delete_folder(GROUPED)
     try:
-        with duckdb.connect(config=config) as con:
-            con.register("source", source.reader())
-            rows = con.execute(f"FROM source SELECT {source.payload} ORDER BY k, n")
-            batches = source.restored(rows.to_arrow_reader(READ_ROWS))
-            _write(store, source.out_schema, batches)
-    except (duckdb.Error, pa.ArrowException) as fault:
-        if source.fault is not None:
-            raise source.fault from None
+        folder.mkdir(parents=True)
+        places = _order(setting, memory, threads)
+        buckets = _scatter(setting, places)
+        _write(store, setting, buckets)
+    except (OSError, duckdb.Error, pa.ArrowException) as fault:
         raise InputError(
-            f"the input cannot be grouped by {', '.join(keys)} within {memory >> 20} MiB and the "
-            f"disk space of {spill}: {fault}"
+            f"the input cannot be grouped by {', '.join(keys)} within {memory >> 20} MiB of memory "
+            f"and the disk space of {spill}: {fault}"
         ) from fault
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     return open_grouped(store)
 
 
@@ -117,98 +143,177 @@ def open_grouped(store: ObjectStore) -> Dataset:
         ) from fault
 
 
-class _Source:
-    """The rows that are sorted, as DuckDB gets them and as they come back."""
+# -- order --
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        keys: pa.Schema,
-        schema: pa.Schema,
-        limit: int | None,
-        on_batch: Callable[[], None],
-    ) -> None:
-        self._dataset = dataset
-        self._keys = keys
-        self._schema = schema
-        self._limit = limit
-        self._on_batch = on_batch
-        self._carried = [carried_type(field.name, field.type) for field in schema]
-        self.out_schema = pa.schema([pa.field(ROW_ID, pa.string()), *schema])
+
+def _order(setting: _Setting, memory_bytes: int, threads: int) -> np.ndarray:
+    """The place of each row in the grouped input: int64 [N], over a file."""
+    if not setting.num_rows:
+        return np.zeros(0, np.int64)
+    places = np.memmap(setting.folder / "places", np.int64, "w+", shape=(setting.num_rows,))
+    source = _KeyReader(setting)
+    config: dict[str, str | bool | int | float | list[str]] = {
+        "memory_limit": f"{memory_bytes // 1024}KiB",
+        "temp_directory": str(setting.folder / "sort"),
+        "threads": threads,
+    }
+    place = 0
+    try:
+        with duckdb.connect(config=config) as con:
+            con.register("source", source.reader())
+            for batch in con.sql(_SORTED).to_arrow_reader(READ_ROWS):
+                setting.on_batch()
+                rows = batch.column(0).to_numpy()
+                places[rows] = np.arange(place, place + len(rows))
+                place += len(rows)
+    except (duckdb.Error, pa.ArrowException):
+        if source.fault is not None:
+            raise source.fault from None
+        raise
+    assert place == setting.num_rows, (place, setting.num_rows)
+    return places
+
+
+class _KeyReader:
+    """(key, row number) of all rows, for DuckDB, which would make another error of what is raised
+    while it reads: that is kept.
+    """
+
+    def __init__(self, setting: _Setting) -> None:
+        self._setting = setting
+        self._schema = pa.schema([("k", pa.binary()), ("n", pa.int64())])
+        self._start = len(encoded(setting.keys.names[0])) + 1
         self.fault: BaseException | None = None
-        names = ["id", *(f"c{number}" for number in range(len(schema)))]
-        self.payload = ", ".join(names)
-        self._in_schema = pa.schema(
-            [
-                ("k", pa.binary()),
-                ("n", pa.int64()),
-                ("id", pa.binary()),
-                *zip(names[1:], self._carried, strict=True),
-            ]
-        )
 
     def reader(self) -> pa.RecordBatchReader:
-        return pa.RecordBatchReader.from_batches(self._in_schema, self._kept_fault())
+        return pa.RecordBatchReader.from_batches(self._schema, self._kept_fault())
 
     def _kept_fault(self) -> Iterator[pa.RecordBatch]:
-        """DuckDB would make another error of what is raised while it reads."""
         try:
             yield from self._batches()
+        except GeneratorExit:  # DuckDB has given up
+            raise
         except BaseException as fault:
             self.fault = fault
             raise
 
     def _batches(self) -> Iterator[pa.RecordBatch]:
-        id_column = self._dataset.id_column
-        extra = [id_column] if id_column is not None else []
-        names = tuple(dict.fromkeys([*self._schema.names, *extra]))
-        reader = RowReader(self._dataset, names, batch_rows=READ_ROWS)
-        position = 0
+        setting = self._setting
+        reader = RowReader(setting.dataset, setting.keys.names, batch_rows=READ_ROWS)
+        row = 0
         try:
-            for span in first_rows(whole(self._dataset), self._limit):
-                file = self._dataset.files[span.file_index].name
-                first = span.first_row + span.start
-                for batch in reader.batches(Shard(0, (span,), 0)):
-                    self._on_batch()
-                    ids = (
-                        _places(file, first, batch.num_rows)
-                        if id_column is None
-                        else _ids(batch.column(id_column))
-                    )
-                    yield self._carry(batch, position, ids)
-                    first += batch.num_rows
-                    position += batch.num_rows
+            spans = tuple(first_rows(whole(setting.dataset), setting.limit))
+            for batch in reader.batches(Shard(0, spans, 0)):
+                setting.on_batch()
+                numbers = np.arange(row, row + batch.num_rows, dtype=np.int64)
+                arrays = [self._texts(batch), pa.array(numbers)]
+                yield pa.RecordBatch.from_arrays(arrays, schema=self._schema)
+                row += batch.num_rows
         finally:
             reader.close()
 
-    def _carry(self, batch: pa.RecordBatch, position: int, ids: pa.Array) -> pa.RecordBatch:
-        keys = folders(as_keys(batch, self._keys))
-        numbers = np.arange(position, position + batch.num_rows, dtype=np.int64)
-        payload = [
-            carried(batch.column(field.name), kind)
-            for field, kind in zip(self._schema, self._carried, strict=True)
-        ]
-        arrays = [keys.cast(pa.binary()), pa.array(numbers), ids.cast(pa.binary()), *payload]
-        return pa.RecordBatch.from_arrays(arrays, schema=self._in_schema)
-
-    def restored(self, batches: pa.RecordBatchReader) -> Iterator[pa.Table]:
-        """The sorted rows, with the types that they had."""
-        for batch in batches:
-            self._on_batch()
-            columns = [restored(batch.column(0), pa.string())]
-            for column, kind, field in zip(
-                batch.columns[1:], self._carried, self._schema, strict=True
-            ):
-                as_sent = column if column.type == kind else column.cast(kind, safe=False)
-                columns.append(restored(as_sent, field.type))
-            yield pa.Table.from_arrays(columns, schema=self.out_schema)
+    def _texts(self, batch: pa.RecordBatch) -> pa.Array:
+        """Keys as they are sorted: their folders, without what all begin with."""
+        texts = folders(as_keys(batch, self._setting.keys))
+        options = pc.SliceOptions(self._start)
+        return pc.call_function("utf8_slice_codeunits", [texts], options).cast(pa.binary())
 
 
-def _places(file: str, first: int, count: int) -> pa.Array:
+# -- scatter --
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """Rows of the places `[start, stop)`, in a file of Arrow streams behind one another."""
+
+    path: Path
+    start: int
+    stop: int
+
+
+def _scatter(setting: _Setting, places: np.ndarray) -> list[_Bucket]:
+    """Send each row to the bucket of its place."""
+    rows = max(1, int(setting.bucket_bytes // _row_bytes(setting)))
+    buckets = [
+        _Bucket(setting.folder / f"{start:012d}", start, min(start + rows, setting.num_rows))
+        for start in range(0, setting.num_rows, rows)
+    ]
+    held: dict[int, list[pa.Table]] = {}
+    num_bytes = row = 0
+    for table in _rows(setting):
+        setting.on_batch()
+        place = places[row : row + table.num_rows]
+        row += table.num_rows
+        placed = table.append_column(_PLACE, pa.array(place))
+        for number, piece in _split(placed, place // rows):
+            held.setdefault(number, []).append(piece)
+        num_bytes += table.nbytes
+        if num_bytes >= setting.bucket_bytes:
+            _spill(buckets, held)
+            held, num_bytes = {}, 0
+    _spill(buckets, held)
+    return buckets
+
+
+def _row_bytes(setting: _Setting) -> float:
+    """Mean size of a row, by the footers."""
+    groups = [group for file in setting.dataset.files for group in file.row_groups]
+    columns = {*setting.schema.names, setting.dataset.id_column or ""}
+    num_bytes = sum(sum(g.column_bytes.get(name, 0) for name in columns) for g in groups)
+    return 64 + num_bytes / max(1, setting.dataset.num_rows)
+
+
+def _split(table: pa.Table, numbers: np.ndarray) -> Iterator[tuple[int, pa.Table]]:
+    """The rows of each bucket; those of one bucket are not copied."""
+    if len(numbers) and (numbers == numbers[0]).all():
+        yield int(numbers[0]), table
+        return
+    order = np.argsort(numbers, kind="stable")
+    found, starts = np.unique(numbers[order], return_index=True)
+    sorted_rows = table.take(order)
+    for number, start, stop in zip(found, starts, [*starts[1:], len(order)], strict=True):
+        yield int(number), sorted_rows.slice(start, stop - start)
+
+
+def _spill(buckets: Sequence[_Bucket], held: dict[int, list[pa.Table]]) -> None:
+    """Append to the files of the buckets. Each time a whole stream: no file stays open."""
+    for number, pieces in held.items():
+        table = pa.concat_tables(pieces).combine_chunks()
+        with (
+            buckets[number].path.open("ab") as file,
+            pa.ipc.new_stream(file, table.schema) as writer,
+        ):
+            writer.write_table(table)
+
+
+def _rows(setting: _Setting) -> Iterator[pa.Table]:
+    """All rows with their identity, in the input's order."""
+    dataset = setting.dataset
+    extra = [] if dataset.id_column is None else [dataset.id_column]
+    names = tuple(dict.fromkeys([*setting.schema.names, *extra]))
+    reader = RowReader(dataset, names, batch_rows=READ_ROWS)
+    try:
+        for span in first_rows(whole(dataset), setting.limit):
+            file = dataset.files[span.file_index].name
+            row = span.first_row + span.start
+            for batch in reader.batches(Shard(0, (span,), 0)):
+                ids = (
+                    _places_in(file, row, batch.num_rows)
+                    if dataset.id_column is None
+                    else _ids(batch.column(dataset.id_column))
+                )
+                row += batch.num_rows
+                columns = [_spilled(batch.column(name)) for name in setting.schema.names]
+                yield pa.table([ids, *columns], names=[ROW_ID, *setting.schema.names])
+    finally:
+        reader.close()
+
+
+def _places_in(file: str, first: int, count: int) -> pa.Array:
     """Row ids where there is no id column: `FILE:ROW`."""
     rows = pa.array(np.arange(first, first + count, dtype=np.int64)).cast(pa.string())
     name = file.encode("utf-8", "replace").decode()
-    return pc.binary_join_element_wise(pa.scalar(name), rows, ":")
+    return pc.call_function("binary_join_element_wise", [pa.scalar(name), rows, pa.scalar(":")])
 
 
 def _ids(column: pa.Array) -> pa.Array:
@@ -218,76 +323,63 @@ def _ids(column: pa.Array) -> pa.Array:
     return pa.array([id_text(value) for value in to_values(column)], pa.string())
 
 
-def carried_type(name: str, kind: pa.DataType) -> pa.DataType:
-    """The type that a column has on its way through the sort.
+def _spilled(column: pa.Array) -> pa.Array:
+    """Each batch may have a dictionary of its own, and a bucket has rows of many."""
+    return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
 
-    Raises:
-        InputError: DuckDB has none that holds it.
-    """
-    if pa.types.is_nested(kind):
-        return _carried_nested(name, kind)
+
+def _as_before(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
     if pa.types.is_dictionary(kind):
-        return carried_type(name, kind.value_type)
-    if (
-        pa.types.is_string(kind)
-        or pa.types.is_large_string(kind)
-        or pa.types.is_string_view(kind)
-        or pa.types.is_binary(kind)
-        or pa.types.is_large_binary(kind)
-        or pa.types.is_binary_view(kind)
-        or pa.types.is_fixed_size_binary(kind)
-    ):
-        return pa.binary()
-    if pa.types.is_temporal(kind) and not pa.types.is_interval(kind):
-        return pa.int32() if kind.bit_width == 32 else pa.int64()
-    if pa.types.is_float16(kind):
-        return pa.float32()
-    if pa.types.is_null(kind):
-        return pa.int8()
-    if pa.types.is_primitive(kind) or pa.types.is_decimal128(kind):
-        return kind
-    raise InputError(
-        f"the input cannot be grouped with column {name!r}: there is no sorting {kind}; leave it "
-        "out, or group the input by its keys before"
-    )
+        column = column.dictionary_encode()
+    return column if column.type == kind else column.cast(kind)
 
 
-def _carried_nested(name: str, kind: pa.DataType) -> pa.DataType:
-    if pa.types.is_struct(kind):
-        return pa.struct([pa.field(f.name, carried_type(name, f.type)) for f in kind])
-    if pa.types.is_map(kind):
-        entry = [
-            pa.field("key", carried_type(name, kind.key_type)),
-            pa.field("value", carried_type(name, kind.item_type)),
-        ]
-        return pa.list_(pa.struct(entry))
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        return pa.list_(carried_type(name, kind.value_type))
-    raise InputError(
-        f"the input cannot be grouped with column {name!r}: there is no sorting {kind}; leave it "
-        "out, or group the input by its keys before"
-    )
+# -- gather --
 
 
-def carried(column: pa.Array, kind: pa.DataType) -> pa.Array:
-    """A column as it is on its way."""
-    if pa.types.is_null(column.type):
-        return pa.nulls(len(column), kind)
-    return column if column.type == kind else column.cast(kind, safe=False)
+def _gather(setting: _Setting, buckets: Sequence[_Bucket]) -> Iterator[pa.Table]:
+    """The rows in their new order."""
+    for bucket in buckets:
+        for start, stop in _ranges(bucket, setting.bucket_bytes):
+            setting.on_batch()
+            held = _read(bucket, start, stop)
+            order = np.argsort(held.column(_PLACE).to_numpy())
+            assert len(order) == stop - start, (bucket, start, stop)
+            rows = held.drop_columns([_PLACE])
+            step = max(1, len(order) * GROUP_BYTES // max(1, 2 * rows.nbytes))
+            for first in range(0, len(order), min(step, GROUP_ROWS)):
+                setting.on_batch()
+                yield rows.take(order[first : first + min(step, GROUP_ROWS)])
+        bucket.path.unlink()
 
 
-def restored(column: pa.Array, kind: pa.DataType) -> pa.Array:
-    """A column as it was before it was sent on its way."""
-    if pa.types.is_null(kind):
-        return pa.nulls(len(column))
-    if pa.types.is_dictionary(kind):
-        return restored(column, kind.value_type).cast(kind)
-    return column if column.type == kind else column.cast(kind, safe=False)
+def _ranges(bucket: _Bucket, most_bytes: int) -> Iterator[tuple[int, int]]:
+    """Places that are gathered together: fewer than all where rows were larger than expected."""
+    num_parts = -(-bucket.path.stat().st_size // (2 * most_bytes))
+    num_rows = bucket.stop - bucket.start
+    step = -(-num_rows // max(1, num_parts))
+    for start in range(bucket.start, bucket.stop, step):
+        yield start, min(start + step, bucket.stop)
 
 
-def _write(store: ObjectStore, schema: pa.Schema, tables: Iterator[pa.Table]) -> None:
+def _read(bucket: _Bucket, start: int, stop: int) -> pa.Table:
+    """The rows of a bucket that have these places, as they come."""
+    tables: list[pa.Table] = []
+    with pa.memory_map(str(bucket.path)) as file:
+        while file.tell() < file.size():
+            with pa.ipc.open_stream(file) as reader:
+                table = reader.read_all()
+            if (start, stop) != (bucket.start, bucket.stop):
+                place = table.column(_PLACE).to_numpy()
+                table = table.filter(pa.array((place >= start) & (place < stop)))
+            tables.append(table)
+        return pa.concat_tables(tables).combine_chunks()
+
+
+def _write(store: ObjectStore, setting: _Setting, buckets: Sequence[_Bucket]) -> None:
     """Files of a bounded size, of row groups of a bounded size; at least one."""
-    groups = row_groups(tables)
+    schema = pa.schema([pa.field(ROW_ID, pa.string()), *setting.schema])
+    groups = row_groups(_gather(setting, buckets))
     number = 0
     while True:
         first = next(groups, None)
@@ -297,14 +389,15 @@ def _write(store: ObjectStore, schema: pa.Schema, tables: Iterator[pa.Table]) ->
             store.writer(f"{GROUPED}/part-{number:05d}.parquet") as file,
             pq.ParquetWriter(file, schema, compression="zstd") as writer,
         ):
-            _fill(writer, first, groups)
+            _fill(writer, first, groups, schema)
         number += 1
 
 
-def _fill(writer: Any, group: pa.Table | None, more: Iterator[pa.Table]) -> None:
+def _fill(writer: Any, group: pa.Table | None, more: Iterator[pa.Table], schema: pa.Schema) -> None:
     rows = num_bytes = 0
     while group is not None:
-        writer.write_table(group, row_group_size=GROUP_ROWS)
+        columns = [_as_before(group.column(field.name), field.type) for field in schema]
+        writer.write_table(pa.Table.from_arrays(columns, schema=schema), row_group_size=GROUP_ROWS)
         rows += group.num_rows
         num_bytes += group.nbytes
         if rows >= FILE_ROWS or num_bytes >= FILE_BYTES:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 from urllib.parse import quote
 
 import numpy as np
@@ -90,7 +90,7 @@ def key_texts(column: pa.Array | pa.ChunkedArray) -> pa.Array:
     if isinstance(array, pa.ChunkedArray):  # of no rows
         array = pa.array([], array.type)
     if pa.types.is_floating(array.type):
-        array = pc.add(array, pa.scalar(0.0, array.type))
+        array = pc.call_function("add", [array, pa.scalar(0.0, array.type)])
     return array.cast(pa.string())
 
 
@@ -106,7 +106,7 @@ def folders(keys: pa.Table) -> pa.Array:
     segments = [_segments(name, keys.column(name)) for name in keys.column_names]
     if len(segments) == 1:
         return segments[0]
-    return pc.binary_join_element_wise(*segments, "/")
+    return pc.call_function("binary_join_element_wise", [*segments, pa.scalar("/")])
 
 
 def _segments(name: str, column: pa.ChunkedArray) -> pa.Array:
@@ -116,7 +116,7 @@ def _segments(name: str, column: pa.ChunkedArray) -> pa.Array:
     indices = array.indices
     if indices.null_count:
         names.append(segment(name, None))
-        indices = pc.fill_null(indices, pa.scalar(len(names) - 1, indices.type))
+        indices = indices.fill_null(len(names) - 1)
     return pa.array(names, pa.string()).take(indices)
 
 
@@ -174,6 +174,6 @@ def _whole(column: pa.ChunkedArray) -> pa.Array:
 def _changes(array: pa.Array) -> np.ndarray:
     """bool [N - 1]: a value is another one than that before it."""
     after, before = array.slice(1), array.slice(0, max(0, len(array) - 1))
-    differ: Any = pc.fill_null(pc.not_equal(after, before), pa.scalar(False))
-    nulls: Any = pc.xor(after.is_null(), before.is_null())
-    return pc.or_(differ, nulls).to_numpy(zero_copy_only=False)
+    differ = pc.call_function("not_equal", [after, before]).fill_null(False)
+    nulls = pc.call_function("xor", [after.is_null(), before.is_null()])
+    return pc.call_function("or", [differ, nulls]).to_numpy(zero_copy_only=False)

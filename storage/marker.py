@@ -179,7 +179,7 @@ def _values(column: pa.ChunkedArray) -> dict[str, int]:
 
 
 def _sum(column: pa.ChunkedArray) -> int:
-    return int(pc.sum(column).as_py() or 0)
+    return int(pc.call_function("sum", [column]).as_py() or 0)
 
 
 def tally(table: pa.Table) -> Tally:

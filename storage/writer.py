@@ -135,7 +135,9 @@ class ShardWriter:
         ordinals = rows.column(ORDINAL).to_numpy()
         done[ordinals] = True
         if retry_errors:
-            failed = pc.equal(rows.column("status"), "error").to_numpy()
+            failed = pc.call_function(
+                "equal", [rows.column("status"), pa.scalar("error")]
+            ).to_numpy()
             done[ordinals[failed]] = False
             attempts = rows.column("attempts").to_numpy()
             self._earlier_attempts[ordinals[failed]] = attempts[failed]
