@@ -6,6 +6,8 @@ With an encoder whose vectors are a function of the text alone, so that every re
 from __future__ import annotations
 
 import random
+import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,17 @@ import pyarrow.parquet as pq
 import pytest
 
 from flows.errors import JobFailed
+from flows.fleet.messages import Assign
 from flows.journal import Journal
 from flows.prepare import prepare
 from flows.runner import run_job
 from flows.spec import JobSpec
+from flows.superbatches import QUEUE_DEPTH
+from flows.texts import TextMaker, Texts
+from schedulers.superbatch import Thresholds, resident_bound
 from storage.hive import NULL_FOLDER
 from storage.status import read_status
+from storage.writer import ShardWriter
 from tests.e2e.cases import Crash, write_table
 from tests.e2e.jobs import FAKE_WIDTH, WordTokenizer, fake_encoder_model, worker_model
 from workers.backends.fake_encoder import FakeEncodeFaults, FakeEncoder
@@ -324,9 +331,54 @@ def test_several_workers_share_the_superbatches(tmp_path, monkeypatch) -> None:
     check(spec, source)
 
 
-@pytest.mark.slow
-def test_a_hundred_thousand_partitions_of_one_row(tmp_path) -> None:
-    count = 100_000
+class Residents:
+    """Counts the rows in memory: from before they are read to their commit."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.now = self.most = 0
+        self._lock = threading.Lock()
+        make, close = TextMaker.__call__, ShardWriter.close
+        counted: Counter[int] = Counter()
+
+        def make_counted(maker: TextMaker, part: Assign) -> Texts:
+            with self._lock:
+                counted[part.shard.index] += part.num_rows
+                self._add(part.num_rows)
+            return make(maker, part)
+
+        def close_counted(writer: ShardWriter) -> Any:
+            time.sleep(0.002)  # writing is the bottleneck: all queues are full
+            summary = close(writer)
+            with self._lock:
+                self._add(-counted.pop(writer.shard.index))
+            return summary
+
+        monkeypatch.setattr(TextMaker, "__call__", make_counted)
+        monkeypatch.setattr(ShardWriter, "close", close_counted)
+
+    def _add(self, num_rows: int) -> None:
+        self.now += num_rows
+        self.most = max(self.most, self.now)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_texts_in_memory_stay_within_the_bound(tmp_path, monkeypatch, seed) -> None:
+    rng = random.Random(seed)
+    sizes = [1 + int(rng.lognormvariate(rng.choice([0, 1, 2]), 1.0)) for _ in range(150)]
+    min_texts = rng.randint(5, 60)
+    max_texts = max(sizes) + min_texts + rng.randint(0, 40)  # nothing is sliced
+    source = write_keyed(tmp_path / "in.parquet", sizes)
+    spec = embed_spec(tmp_path, source, encode={"min_texts": min_texts, "max_texts": max_texts})
+    residents = Residents(monkeypatch)
+    run_job(spec, model=fake_encoder_model())
+    assert residents.now == 0
+    bound = resident_bound(Thresholds(min_texts, max_texts), max(sizes), QUEUE_DEPTH)
+    assert residents.most <= bound
+    assert residents.most > bound / 8  # it is no empty promise
+
+
+@pytest.mark.parametrize("count", [3_000, pytest.param(100_000, marks=pytest.mark.long)])
+def test_many_partitions_of_one_row(tmp_path, count) -> None:
     keys = [f"{n:06d}" for n in range(count)]
     source = write_table(
         tmp_path / "in.parquet", id=keys, key=keys, n=range(count), text=["a word"] * count

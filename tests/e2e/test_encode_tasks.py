@@ -89,9 +89,7 @@ def test_classes_are_those_of_transformers(tmp_path, source) -> None:
 
     names = {0: "bad", 1: "fair", 2: "good"}
     folder = tiny_bert(tmp_path / "model", "BertForSequenceClassification", id2label=names)
-    rows = run(
-        tmp_path, source, task="classify", model=str(folder), on_too_long="truncate_right"
-    )
+    rows = run(tmp_path, source, task="classify", model=str(folder), on_too_long="truncate_right")
     model = BertForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for row, text in zip(rows, texts_of(source), strict=True):
