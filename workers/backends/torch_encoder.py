@@ -202,17 +202,29 @@ def _make_from_decoder(
     if task == "classify":
         raise _no_classifier(files)
     if task == "score":
-        scorer = _load_decoder(files, dtype, device, has_head=True)
+        scorer = load_causal(files, dtype, device)
         return _Made(scorer, ScoreOutput(scorer))
     sentence = sentence or read_sentence_config(files, is_decoder=True)
-    model = _load_decoder(files, dtype, device, has_head=False)
+    model = load_causal(files, dtype, device, has_head=False)
     return _Made(model, EmbedOutput(model, sentence), sentence=sentence)
 
 
-def _load_decoder(
-    files: ModelFiles, dtype: torch.dtype, device: torch.device, *, has_head: bool
+def load_causal(
+    files: ModelFiles, dtype: torch.dtype, device: torch.device, *, has_head: bool = True
 ) -> CausalModel:
-    """A decoder; without a head its embedding stands for it, which takes no memory."""
+    """A decoder as a reader of texts.
+
+    Args:
+        files: the checked folder.
+        dtype: of what is multiplied; int8 on the native decoder only.
+        device: where it computes.
+        has_head: False: only hidden states will be asked. The embedding stands for the head then,
+            which takes no memory.
+
+    Raises:
+        ModelError: the architecture or the number format is not supported, or the weights do not
+            belong to config.json.
+    """
     family = find_decoder_family(files.config)
     config = family.read_config(files.config)
     if not has_head:

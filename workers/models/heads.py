@@ -350,12 +350,11 @@ class ScoreOutput:
         self._model = model
 
     def __call__(self, texts: PackedTexts) -> Tensor:
-        num_scored_N = texts.num_scored_N
-        logprobs_S = self.logprobs(texts).double()
-        owner_S = torch.from_numpy(np.repeat(np.arange(len(texts)), num_scored_N))
-        sums_N = torch.zeros(len(texts), dtype=torch.float64, device=logprobs_S.device)
-        sums_N.index_add_(0, owner_S.to(logprobs_S.device), logprobs_S)
-        return sums_N.float()[:, None]
+        # Added up on the host: some devices have no float64.
+        logprobs_S = self.logprobs(texts).cpu().double().numpy()
+        owner_S = np.repeat(np.arange(len(texts)), texts.num_scored_N)
+        sums_N = np.bincount(owner_S, weights=logprobs_S, minlength=len(texts))
+        return torch.from_numpy(sums_N).float()[:, None]
 
     def logprobs(self, texts: PackedTexts) -> Tensor:
         """Of each scored token, text after text, float32. (S)"""
