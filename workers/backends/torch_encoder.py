@@ -271,6 +271,7 @@ def _describe(
         weights_bytes=made.model.weights_bytes,
         activation_bytes_per_token=made.model.activation_bytes_per_token,
         num_parameters=made.model.num_parameters,
+        scratch_bytes=made.output.scratch_bytes,
     )
 
 

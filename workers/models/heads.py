@@ -37,6 +37,11 @@ class Output(Protocol):
     @property
     def width(self) -> int: ...
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Upper estimate of scratch memory beside the model's, whatever the texts."""
+        ...
+
     def __call__(self, texts: PackedTexts) -> Tensor:
         """(N, width), float32. Each text has a token."""
         ...
@@ -47,6 +52,8 @@ class Output(Protocol):
 
 class EmbedOutput:
     """Pooled hidden states, projected and normalised as the model's files say."""
+
+    scratch_bytes = 0  # what is pooled is smaller than what a layer had alive
 
     def __init__(self, model: EncoderModel, config: SentenceConfig) -> None:
         self._model = model
@@ -199,6 +206,8 @@ def _label_names(raw: Mapping[str, object]) -> tuple[str, ...]:
 class ClassifyOutput:
     """Probabilities of labels."""
 
+    scratch_bytes = 0
+
     def __init__(self, model: EncoderModel, head: ClassifyHead, labels: Labels) -> None:
         self._model = model
         self._head = head
@@ -348,6 +357,11 @@ class ScoreOutput:
 
     def __init__(self, model: CausalModel) -> None:
         self._model = model
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Logits, in the weights' type and in float32, and their exponentials."""
+        return 3 * 4 * max(LOGITS_AT_ONCE, self._model.vocab_size)
 
     def __call__(self, texts: PackedTexts) -> Tensor:
         # Added up on the host: some devices have no float64.
