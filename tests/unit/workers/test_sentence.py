@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.unit.workers.tiny_encoders import make_tiny_encoder
-from tests.unit.workers.tiny_models import SENTENCES
+from tests.unit.workers.tiny_models import SENTENCES, make_tiny_model
 from workers.backends.torch_encoder import TorchEncoder
 from workers.encoding import PackedTexts
 from workers.errors import ModelError, UnsafeModelError
@@ -135,8 +135,23 @@ def test_a_plain_transformer_is_pooled_by_the_mean(folder) -> None:
     assert (config.pooling, config.normalize, config.dense) == (("mean",), False, ())
     assert config.prompt() == ""
     np.testing.assert_allclose(embed(folder, TEXTS), reference(folder, TEXTS), atol=2e-5)
-    decoder = read_sentence_config(resolve_model(str(folder)), is_decoder=True)
-    assert decoder.pooling == ("lasttoken",)
+
+
+@pytest.mark.parametrize("modules", [None, "last", "mean", "weighted"])
+@pytest.mark.parametrize("family", ["llama-plain", "mistral", "qwen3"])
+def test_decoders_embed_as_in_sentence_transformers(family, modules, tmp_path) -> None:
+    """As they are, by their last token; or as their files say. (Of a plain language model with a
+    chat template, sentence-transformers makes each text a chat, which we leave to prompts.)
+    """
+    folder = make_tiny_model(family, tmp_path)
+    (folder / "chat_template.jinja").unlink()
+    if modules is not None:
+        pooling = POOLINGS[modules] | {"word_embedding_dimension": 144}
+        write_modules(folder, "Pooling", "Normalize", pooling=pooling)
+        write(folder / "sentence_bert_config.json", {"max_seq_length": 70})
+    texts = [text for text in TEXTS if text]
+    want = reference(folder, texts)
+    np.testing.assert_allclose(embed(folder, texts), want, atol=1e-4)
 
 
 def test_prompts(folder) -> None:
