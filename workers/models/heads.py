@@ -278,6 +278,19 @@ class DenseHead:
         return places
 
 
+class LastTokenHead:
+    """A projection of the last token's hidden state: of decoders."""
+
+    def __init__(self, *, size: int, num_labels: int, device: torch.device) -> None:
+        self._score = Linear(Make(torch.float32, device), num_labels, size, bias=False)
+
+    def __call__(self, hidden_TD: Tensor, texts: PackedTexts) -> Tensor:
+        return self._score(pool(hidden_TD, texts, ("lasttoken",)))
+
+    def places(self) -> WeightPlaces:
+        return dict(self._score.places("score"))
+
+
 def bert_head(
     raw: Mapping[str, object], *, size: int, num_labels: int, device: torch.device
 ) -> ClassifyHead:

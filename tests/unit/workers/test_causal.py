@@ -265,6 +265,23 @@ def test_a_head_of_its_own_takes_no_memory_for_embeddings(tiny_folder) -> None:
     assert score - embed == VOCAB_SIZE * 144 * 4
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_decoders_that_classify(family, tmp_path) -> None:
+    classes = transformers.AutoModelForSequenceClassification
+    folder = make_tiny_model(family, tmp_path)
+    model = classes.from_pretrained(folder, num_labels=3, dtype=torch.float32)
+    torch.nn.init.normal_(model.score.weight)
+    model.save_pretrained(folder)
+    texts = make_texts(9, 30, 1, 17)
+    backend = load(folder, task="classify")
+    assert backend.info.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
+    with torch.inference_mode():
+        want = torch.cat([model(torch.tensor([ids])).logits for ids in texts]).softmax(dim=1)
+    got = backend.execute(PackedTexts.from_lists(texts))
+    np.testing.assert_allclose(got, want.numpy(), atol=1e-4)
+    assert load(folder, task="embed").info.width == 144
+
+
 def test_what_is_refused(tmp_path, tiny_folder) -> None:
     with pytest.raises(ModelError, match="choices, which a language model scores"):
         load(tiny_folder("llama"), task="classify")
