@@ -26,6 +26,7 @@ from workers.models.decoder import DecoderModel, WeightedModel
 from workers.models.device import DeviceName, DtypeName, pick_device, pick_dtype
 from workers.models.encoder import EncoderModel, LoadedEncoder
 from workers.models.encoders import (
+    CLASSIFIER,
     EncoderFamily,
     find_decoder_family,
     find_encoder_family,
@@ -33,7 +34,14 @@ from workers.models.encoders import (
     is_foreign,
     names_in,
 )
-from workers.models.heads import ClassifyOutput, EmbedOutput, Output, ScoreOutput, read_labels
+from workers.models.heads import (
+    ClassifyOutput,
+    EmbedOutput,
+    LastTokenHead,
+    Output,
+    ScoreOutput,
+    read_labels,
+)
 from workers.models.weights import Places, check_weights, load_weights
 
 _log = logging.getLogger(__name__)
@@ -164,8 +172,8 @@ def _make_classifier(
 def _no_classifier(files: ModelFiles) -> ModelError:
     return ModelError(
         f"{files.name} has the architecture {files.config.get('architectures')!r} and no "
-        "classification head that is supported; give a ...ForSequenceClassification model of an "
-        "encoder family, or give choices, which a language model scores"
+        "classification head; give a ...ForSequenceClassification model, or give choices, which a "
+        "language model scores"
     )
 
 
@@ -200,19 +208,44 @@ def _make_from_decoder(
     sentence: SentenceConfig | None,
 ) -> _Made:
     if task == "classify":
-        raise _no_classifier(files)
+        return _make_decoder_classifier(files, dtype, device)
     if task == "score":
-        scorer = _load_decoder(files, dtype, device, has_head=True)
+        scorer = load_causal(files, dtype, device)
         return _Made(scorer, ScoreOutput(scorer))
     sentence = sentence or read_sentence_config(files, is_decoder=True)
-    model = _load_decoder(files, dtype, device, has_head=False)
+    model = load_causal(files, dtype, device, has_head=False)
     return _Made(model, EmbedOutput(model, sentence), sentence=sentence)
 
 
-def _load_decoder(
-    files: ModelFiles, dtype: torch.dtype, device: torch.device, *, has_head: bool
+def _make_decoder_classifier(files: ModelFiles, dtype: torch.dtype, device: torch.device) -> _Made:
+    find_decoder_family(files.config)  # says what is supported
+    if not architecture_names(files.config)[0].endswith(CLASSIFIER):
+        raise _no_classifier(files)
+    labels = read_labels(files.config)
+    model = load_causal(files, dtype, device, has_head=False)
+    head = LastTokenHead(size=model.hidden_size, num_labels=len(labels.names), device=device)
+    places = head.places()
+    check_weights(files.weight_files, places, is_ignored=lambda name: name not in places)
+    load_weights(files.weight_files, places)
+    return _Made(model, ClassifyOutput(model, head, labels), labels=labels.names)
+
+
+def load_causal(
+    files: ModelFiles, dtype: torch.dtype, device: torch.device, *, has_head: bool = True
 ) -> CausalModel:
-    """A decoder; without a head its embedding stands for it, which takes no memory."""
+    """A decoder as a reader of texts.
+
+    Args:
+        files: the checked folder.
+        dtype: of what is multiplied; int8 on the native decoder only.
+        device: where it computes.
+        has_head: False: only hidden states will be asked. The embedding stands for the head then,
+            which takes no memory.
+
+    Raises:
+        ModelError: the architecture or the number format is not supported, or the weights do not
+            belong to config.json.
+    """
     family = find_decoder_family(files.config)
     config = family.read_config(files.config)
     if not has_head:
@@ -229,7 +262,9 @@ def _load_decoder(
     check_weights(
         files.weight_files,
         wanted,
-        is_ignored=lambda name: outline.is_ignored(name) and name not in wanted,
+        is_ignored=lambda name: (
+            name not in wanted and (outline.is_ignored(name) or name.startswith("score."))
+        ),
     )
     if dtype == torch.int8 and not native.supports(outline, dtype=dtype, device=device):
         raise ModelError(
@@ -259,6 +294,7 @@ def _describe(
         weights_bytes=made.model.weights_bytes,
         activation_bytes_per_token=made.model.activation_bytes_per_token,
         num_parameters=made.model.num_parameters,
+        scratch_bytes=made.output.scratch_bytes,
     )
 
 

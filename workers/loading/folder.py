@@ -15,7 +15,11 @@ from workers.loading.safetensors_file import read_header
 _ENCODERS = ("Bert", "Camembert", "DistilBert", "ModernBert", "Roberta", "XLMRoberta")
 _DECODERS = ("Llama", "Mistral", "Qwen2", "Qwen3")
 OWN_ARCHITECTURES = frozenset(
-    [stem + kind for stem in _DECODERS for kind in ("ForCausalLM", "Model")]
+    [
+        stem + kind
+        for stem in _DECODERS
+        for kind in ("ForCausalLM", "ForSequenceClassification", "Model")
+    ]
     + [
         stem + kind
         for stem in _ENCODERS
