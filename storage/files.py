@@ -6,7 +6,7 @@ they are. All other columns are compressed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -21,6 +21,15 @@ GROUP_BYTES = 32 << 20
 READ_BYTES = 1 << 20
 """A part is read in batches of about this size, as many parts may be open at a time."""
 MAX_BATCH_ROWS = 4096
+SMALL_ROWS = 64
+"""Up to so many rows a file of its own is written plainly: to set up a codec for each column would
+take more than half of its time, and save nothing.
+"""
+PLAIN: Mapping[str, Any] = {
+    "compression": "none",
+    "use_dictionary": False,
+    "write_statistics": False,
+}
 
 
 def result_options(schema: pa.Schema, columns: ResultColumns) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from storage.durable import FolderSync, sync_file, sync_folders
 from storage.errors import OutputError
-from storage.files import GROUP_BYTES, GROUP_ROWS
+from storage.files import GROUP_BYTES, GROUP_ROWS, PLAIN, SMALL_ROWS
 from storage.objects import DRAFT, TMP, ObjectStore
 
 LOCAL_THREADS = 4
@@ -171,6 +171,13 @@ class _Form(NamedTuple):
             for table in tables:
                 writer.write_table(table, row_group_size=GROUP_ROWS)
 
+    def bytes_of(self, table: pa.Table) -> pa.Buffer:
+        """A whole file. Parquet is written in many small pieces, of which each would be a call."""
+        form = self._replace(options=dict(PLAIN)) if table.num_rows <= SMALL_ROWS else self
+        sink = pa.BufferOutputStream()
+        form.write(sink, [table])
+        return sink.getvalue()
+
 
 class _Pool:
     """Threads that write, with a bounded queue. A failure is raised by the next call."""
@@ -217,20 +224,23 @@ class _LocalBatch:
 
     def put(self, name: str, table: pa.Table) -> None:
         draft = self._draft(name)
-        self._pool.submit(lambda: self._write(draft, [table]))
+        self._pool.submit(lambda: self._write(draft, lambda file: self._put(file, table)))
+
+    def _put(self, file: Any, table: pa.Table) -> None:
+        file.write(self._form.bytes_of(table))
 
     def stream(self, name: str, groups: Iterator[pa.Table]) -> None:
-        num_bytes = self._write(self._draft(name), groups)
+        num_bytes = self._write(self._draft(name), lambda file: self._form.write(file, groups))
         self._pool.submit(lambda: num_bytes)
 
     def _draft(self, name: str) -> str:
         self._places.append(Path(self._store.path(name)))
         return f"{self._folder}/{len(self._places) - 1:08d}"
 
-    def _write(self, draft: str, tables: Iterable[pa.Table]) -> int:
-        with pa.OSFile(draft, "wb") as file:
-            self._form.write(file, tables)
-            num_bytes = int(file.tell())
+    def _write(self, draft: str, write: Callable[[Any], None]) -> int:
+        with Path(draft).open("wb") as file:
+            write(file)
+            num_bytes = file.tell()
         if self._each:
             sync_file(Path(draft))
         return num_bytes
@@ -283,9 +293,7 @@ class _RemoteBatch:
         self._pool.submit(lambda: self._put(name, table))
 
     def _put(self, name: str, table: pa.Table) -> int:
-        sink = pa.BufferOutputStream()
-        self._form.write(sink, [table])
-        data = sink.getvalue().to_pybytes()
+        data = self._form.bytes_of(table).to_pybytes()
         self._store.fs.pipe_file(self._store.path(name), data)
         return len(data)
 

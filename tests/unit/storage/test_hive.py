@@ -21,7 +21,21 @@ from storage.hive import NULL_FOLDER, as_keys, folders, key_schema, runs_of, seg
 from storage.source import open_dataset
 
 TEXTS = st.text(max_size=12) | st.text("a/%=?\\*[]'\" :+.~\n\0_", max_size=8)
-ODD = ["", "null", "NULL", NULL_FOLDER, "a/b", "a%2Fb", ".", "..", "a=b", "\0", "é", "e\u0301", "漢字😀"]
+ODD = [
+    "",
+    "null",
+    "NULL",
+    NULL_FOLDER,
+    "a/b",
+    "a%2Fb",
+    ".",
+    "..",
+    "a=b",
+    "\0",
+    "é",
+    "e\u0301",
+    "漢字😀",
+]
 TYPES: dict[str, tuple[pa.DataType, st.SearchStrategy[Any]]] = {
     "text": (pa.string(), TEXTS | st.sampled_from(ODD)),
     "large text": (pa.large_string(), TEXTS),
@@ -34,11 +48,11 @@ TYPES: dict[str, tuple[pa.DataType, st.SearchStrategy[Any]]] = {
     "day": (pa.date32(), st.dates(dt.date(1, 1, 1), dt.date(9999, 12, 31))),
     "when": (
         pa.timestamp("us"),
-        st.datetimes(dt.datetime(1, 1, 1), dt.datetime(9999, 12, 31)),
+        st.datetimes(dt.datetime(1, 1, 1), dt.datetime(9999, 12, 31)),  # noqa: DTZ001
     ),
     "when there": (
         pa.timestamp("us", "UTC"),
-        st.datetimes(dt.datetime(1970, 1, 1), dt.datetime(2200, 1, 1), timezones=st.just(dt.UTC)),
+        st.datetimes(dt.datetime(1970, 1, 1), dt.datetime(2200, 1, 1), timezones=st.just(dt.UTC)),  # noqa: DTZ001
     ),
 }
 
