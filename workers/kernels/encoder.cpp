@@ -3,7 +3,8 @@
 // Legend: N texts, T tokens of all of them, D hidden size, I inner size, A heads, H head size, V vocabulary, P positions, M rows of a block.
 //
 // A thread takes some whole texts, a block, through all layers, while their rows stay in its cache; threads never wait for each other. The
-// residual stream, norms, attention and activation are float32; what goes into a product is int16 with a scale for each row's group.
+// residual stream, norms, softmax and activation are float32; what goes into a product is int16 with a scale for each row's group, and
+// in attention for each head of a text.
 
 #include "features.h"
 
@@ -60,7 +61,7 @@ struct Block {
 // Scratch memory of a thread for blocks of at most so many rows, and texts of at most so many tokens.
 struct Scratch : Cuts {
   Scratch(const HeadraceEncoder& model, int64_t num_rows, int64_t longest, void* piece) : Cuts(piece) {
-    const int64_t hidden = model.hidden_size, inner = model.inner_size, width = filled_up(longest);
+    const int64_t hidden = model.hidden_size, inner = model.inner_size, pairs = (longest + 1) / 2;
     cut(&words, num_rows * hidden);
     cut(&scales, num_rows * num_groups(hidden, Format::int16));
     cut(&heads, num_rows * 3 * hidden);
@@ -68,8 +69,10 @@ struct Scratch : Cuts {
     cut(&inner_rows, kInnerRows * inner);
     cut(&inner_words, kInnerRows * inner);
     cut(&inner_scales, kInnerRows * num_groups(inner, Format::int16));
-    cut(&desk.keys, model.head_size * width);
-    cut(&desk.scores, kQueries * width);
+    cut(&desk.queries, kLanes * model.head_size);
+    cut(&desk.keys, longest * model.head_size);
+    cut(&desk.values, 2 * pairs * model.head_size);
+    cut(&desk.scores, longest * kLanes);
   }
 
   int16_t *words, *inner_words;
@@ -157,8 +160,9 @@ class Worker {
   void project(const HeadraceEncoderLayer& layer) {
     const int64_t width = 3 * size();
     multiply_alone({scratch_.words, scratch_.scales}, num_rows_, layer.qkv, [&](int row, int panel, const float* values) {
-      const int first = panel * kPanel, count = std::min<int>(kPanel, width - first);
-      std::copy(values, values + count, scratch_.heads + row * width + first);
+      float* to = scratch_.heads + row * width + panel * kPanel;
+      const int count = std::min<int>(kPanel, width - panel * kPanel);
+      for (int i = 0; i < count; i += kLanes) store16(to + i, load16(values + i));
     });
   }
 

@@ -62,7 +62,11 @@ struct Tile {
   const float* scales;        // of the rows' groups, integers only
   const int32_t* correction;  // of the panel, int8 only
   int64_t correction_stride;
+  const float* scale;  // of the panel, integers only
+  const float* bias;   // of the panel, or null
 };
+
+inline __m512 load_bias(const Tile& tile, int v) { return tile.bias ? load16(tile.bias + v * kLanes) : _mm512_setzero_ps(); }
 
 #if HEADRACE_HAS_BF16
 template <int M>
@@ -89,16 +93,26 @@ void multiply_bf16(const Tile& tile, float* sums) {
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) store16(sums + m * kPanel + v * kLanes, sum[m][v]);
+    for (int v = 0; v < kVectors; ++v) store16(sums + m * kPanel + v * kLanes, _mm512_add_ps(sum[m][v], load_bias(tile, v)));
 }
 #endif
 
-// _mm512_dpbusd_epi32 and _mm512_dpwssd_epi32, written so that compilers keep all sums of a tile in registers (gcc 12 does not of
-// itself).
-template <Format F>
-inline void add_products(__m512i& sum, __m512i x, __m512i w) {
-  if constexpr (F == Format::int8) asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w));
-  else asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w));
+// Adds a group's integer sums to what a tile's values are so far; behind the last group they are scaled, with the bias.
+template <int M>
+inline void add_group(const Tile& tile, const __m512i (&sum)[M][kVectors], int64_t group, int64_t num_groups, float* values) {
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) {
+    const bool last = group + 1 == num_groups;
+    const __m512 scale = last ? load16(tile.scale + v * kLanes) : _mm512_set1_ps(1.0f);
+    const __m512 bias = last ? load_bias(tile, v) : _mm512_setzero_ps();
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      float* to = values + m * kPanel + v * kLanes;
+      const __m512 row_scale = _mm512_set1_ps(tile.scales[m * num_groups + group]);
+      const __m512 value = _mm512_mul_ps(_mm512_cvtepi32_ps(sum[m][v]), row_scale);
+      store16(to, _mm512_fmadd_ps(group ? _mm512_add_ps(value, load16(to)) : value, scale, bias));
+    }
+  }
 }
 
 template <int M, Format F>
@@ -125,19 +139,13 @@ void multiply_integers(const Tile& tile, float* sums) {
       for (int m = 0; m < M; ++m) {
         const __m512i x = spread(rows + m * row_bytes);
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) add_products<F>(sum[m][v], x, w[v]);
+        for (int v = 0; v < kVectors; ++v) {
+          if constexpr (F == Format::int8) add_bytes(sum[m][v], x, w[v]);
+          else add_words(sum[m][v], x, w[v]);
+        }
       }
     }
-#pragma GCC unroll 8
-    for (int m = 0; m < M; ++m) {
-      const __m512 scale = _mm512_set1_ps(tile.scales[m * groups + group]);
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) {
-        float* to = sums + m * kPanel + v * kLanes;
-        const __m512 value = _mm512_cvtepi32_ps(sum[m][v]);
-        store16(to, group ? _mm512_fmadd_ps(value, scale, load16(to)) : _mm512_mul_ps(value, scale));
-      }
-    }
+    add_group<M>(tile, sum, group, groups, sums);
   }
 }
 
@@ -166,21 +174,6 @@ inline MultiplyTile multiply_tile(Format format, int num_rows) {
   }
 }
 
-// Sums of a tile become values: scaled, with the bias.
-inline void finish_sums(float* sums, int num_rows, const Weight& weight, int first_output) {
-  const bool scaled = weight.format != Format::bfloat16;
-  if (!scaled && !weight.bias) return;
-  for (int v = 0; v < kPanel; v += kLanes) {
-    const int n = first_output + v;
-    const __m512 scale = scaled ? load16(weight.scale + n) : _mm512_set1_ps(1.0f);
-    const __m512 bias = weight.bias ? load16(weight.bias + n) : _mm512_setzero_ps();
-    for (int m = 0; m < num_rows; ++m) {
-      float* at = sums + m * kPanel + v;
-      store16(at, _mm512_fmadd_ps(load16(at), scale, bias));
-    }
-  }
-}
-
 // Rows [begin, end) times one panel, while a quarter of the panel `next` is fetched during each of the first tiles.
 template <typename Take>
 void multiply_panel(const Rows& rows, int begin, int end, const Weight& weight, int panel, int next, Take&& take) {
@@ -189,17 +182,17 @@ void multiply_panel(const Rows& rows, int begin, int end, const Weight& weight, 
   const int groups = num_groups(weight.num_inputs, weight.format);
   const char* packed = static_cast<const char*>(weight.packed);
   Tile tile{nullptr, row_bytes, packed + panel * panel_bytes, nullptr, num_runs, nullptr,
-            weight.correction ? weight.correction + panel * kPanel : nullptr, weight.num_outputs};
+            weight.correction ? weight.correction + panel * kPanel : nullptr, weight.num_outputs,
+            weight.scale ? weight.scale + panel * kPanel : nullptr, weight.bias ? weight.bias + panel * kPanel : nullptr};
   for (int row = begin, index = 0; row < end; ++index) {
     const int num_tiles = (end - row + kTileRows - 1) / kTileRows;
     const int count = (end - row + num_tiles - 1) / num_tiles;
     tile.rows = static_cast<const char*>(rows.values) + row * row_bytes;
     tile.ahead = index < 4 ? packed + next * panel_bytes + index * num_runs * 64 : tile.panel;
     tile.scales = rows.scales ? rows.scales + static_cast<int64_t>(row) * groups : nullptr;
-    alignas(64) float sums[kTileRows * kPanel];
-    multiply_tile(weight.format, count)(tile, sums);
-    finish_sums(sums, count, weight, panel * kPanel);
-    for (int m = 0; m < count; ++m) take(row + m, panel, sums + m * kPanel);
+    alignas(64) float values[kTileRows * kPanel];
+    multiply_tile(weight.format, count)(tile, values);
+    for (int m = 0; m < count; ++m) take(row + m, panel, values + m * kPanel);
     row += count;
   }
 }

@@ -67,7 +67,14 @@ inline void to_bytes(const bf16* row, int size, int group, uint8_t* out, float* 
 constexpr float kWordsNorm = 64000.0f, kWeightsNorm = 32768.0f;
 constexpr float kLargestWord = 32767.0f;
 
-// Symmetric int16, and one scale a group of `group` inputs, NaN or infinite where the group holds such.
+// 32 floats as int16.
+inline __m512i words32(const float* from, __m512 factor) {
+  const __m512i low = _mm512_cvtps_epi32(_mm512_mul_ps(load16(from), factor));
+  const __m512i high = _mm512_cvtps_epi32(_mm512_mul_ps(load16(from + kLanes), factor));
+  return _mm512_permutexvar_epi64(_mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0), _mm512_packs_epi32(low, high));
+}
+
+// Symmetric int16, and one scale a group of `group` inputs, NaN or infinite where the group holds such. Sizes are multiples of 32.
 inline void to_words(const float* row, int size, int group, int16_t* out, float* scales) {
   for (int begin = 0; begin < size; begin += group) {
     const int end = std::min(size, begin + group);
@@ -80,10 +87,7 @@ inline void to_words(const float* row, int size, int group, int16_t* out, float*
     // In this order, as a NaN is in the squares alone.
     const float scale = std::max(std::sqrt(_mm512_reduce_add_ps(squares)) / kWordsNorm, _mm512_reduce_max_ps(largest) / kLargestWord);
     const __m512 inverse = _mm512_set1_ps(scale > 1e-30f ? 1.0f / scale : 0.0f);
-    for (int d = begin; d < end; d += kLanes) {
-      const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(load16(row + d), inverse));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + d), _mm512_cvtsepi32_epi16(whole));
-    }
+    for (int d = begin; d < end; d += 2 * kLanes) _mm512_storeu_si512(out + d, words32(row + d, inverse));
     *scales++ = scale;
   }
 }

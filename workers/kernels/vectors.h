@@ -29,6 +29,11 @@ inline __m512i spread(const void* from) {
   return _mm512_set1_epi32(word);
 }
 
+// _mm512_dpbusd_epi32 and _mm512_dpwssd_epi32: sums of 4 products of bytes, or 2 of words. Written so that compilers keep all sums of a tile
+// in registers (gcc 12 does not of itself).
+inline void add_bytes(__m512i& sum, __m512i x, __m512i w) { asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w)); }
+inline void add_words(__m512i& sum, __m512i x, __m512i w) { asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w)); }
+
 // 2^x to 3e-6 relative (what it goes into is bfloat16, 4e-3); 0 below -126, infinite above 128.
 inline __m512 exp2_16(__m512 x) {
   const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
