@@ -16,6 +16,7 @@ from typing import TypeGuard
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from workers.kernels import decoder as kernel
 from workers.kernels.products import (
@@ -62,10 +63,16 @@ class NativeDecoder:
     Args:
         model: loaded, in bfloat16 on the CPU; taken apart.
         dtype: bfloat16 or int8, of the projections and the head.
+        has_head: False leaves the head out, for models of which only hidden states are asked.
+
+    Attributes:
+        num_parameters: weights that each token is multiplied with in the layers.
     """
 
-    def __init__(self, model: DecoderModel, dtype: torch.dtype) -> None:
+    def __init__(self, model: DecoderModel, dtype: torch.dtype, *, has_head: bool = True) -> None:
         self.config = model.config
+        self.num_parameters = 0
+        self._has_head = has_head
         self._weight_format: WeightFormat = "int8" if dtype == torch.int8 else "bfloat16"
         self._kept: list[Tensor] = []
         self._packed: list[PackedWeight] = []
@@ -82,6 +89,8 @@ class NativeDecoder:
 
     def _take_layer(self, layer: DecoderLayer, struct: kernel.LayerStruct) -> None:
         inner = self.config.intermediate_size
+        for linear in (layer.qkv, layer.out, layer.gate_up, layer.down):
+            self.num_parameters += linear.weight_OI.numel()
         struct.qkv = self._pack(layer.qkv)
         struct.out = self._pack(layer.out)
         struct.gate_up = self._pack(layer.gate_up, list(_paired(inner)))
@@ -94,10 +103,12 @@ class NativeDecoder:
 
     def _take_ends(self, model: DecoderModel) -> kernel.DecoderStruct:
         config = self.config
+        self._norm_D = model.norm.weight_D.float()
+        head = {"head": self._pack(model.head)} if self._has_head else {}
         return kernel.DecoderStruct(
+            **head,
             layers=ctypes.cast(self._layers, ctypes.c_void_p),
-            head=self._pack(model.head),
-            norm=self._keep(model.norm.weight_D.float()),
+            norm=self._keep(self._norm_D),
             embedding=self._keep(model.embedding_VD),
             num_layers=config.num_layers,
             hidden_size=config.hidden_size,
@@ -134,6 +145,20 @@ class NativeDecoder:
     # -- a step --
 
     def logits(self, layout: StepLayout, pool: KVPool) -> NativeLogits:
+        return NativeLogits(self._runner, self.stream(layout, pool))
+
+    def logits_of(self, stream_RD: Tensor) -> Tensor:
+        """Logits (R, V) of rows of the residual stream, float32."""
+        if not self._has_head:
+            raise InternalError("logits were asked of a decoder without a head")
+        return self._runner.logits(stream_RD)
+
+    def normed(self, stream_RD: Tensor) -> Tensor:
+        """Rows of the residual stream behind the final norm, float32."""
+        return functional.rms_norm(stream_RD, self._norm_D.shape, self._norm_D, self.config.rms_eps)
+
+    def stream(self, layout: StepLayout, pool: KVPool) -> Tensor:
+        """Run a batch: the residual stream (S, D) of the sampled rows behind the last layer."""
         if self._pool is not pool:
             self._take_pool(pool)
         check_range("token id", layout.token_ids_T, self.config.vocab_size)
@@ -162,7 +187,7 @@ class NativeDecoder:
             len(layout.sampled_S),
         )
         self._runner.run(step, out_SD)
-        return NativeLogits(self._runner, out_SD)
+        return out_SD
 
     @property
     def kv_divisions(self) -> int:

