@@ -77,16 +77,40 @@ inline void transpose16(__m512i (&rows)[kLanes]) {
   }
 }
 
-// A unit in which no number of the rows is larger than `limit`; NaN or infinite where one of them is.
-inline float find_unit(const float* rows, const TextHead& head, float limit) {
-  __m512i largest = _mm512_setzero_si512();
-  for (int token = 0; token < head.num_tokens; ++token)
-    for (int h = 0; h < head.head_size; h += kLanes)  // as bits, where NaN is largest
-      largest = _mm512_max_epi32(largest, _mm512_castps_si512(_mm512_abs_ps(load16(rows + token * head.stride + h))));
-  const int bits = _mm512_reduce_max_epi32(largest);
+// The largest of numbers that are not negative; NaN where there is one, as its bits are the largest.
+inline __m512 max_or_nan(__m512 a, __m512 b) {
+  return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b)));
+}
+
+inline float reduce_max_or_nan(__m512 x) {
+  const int bits = _mm512_reduce_max_epi32(_mm512_castps_si512(x));
   float number;
   std::memcpy(&number, &bits, 4);
-  return number / limit;
+  return number;
+}
+
+// A unit in which no number of the rows is larger than `largest`; NaN or infinite where one of them is.
+inline float unit_by_numbers(const float* rows, const TextHead& head, float largest) {
+  __m512 found = _mm512_setzero_ps();
+  for (int token = 0; token < head.num_tokens; ++token)
+    for (int h = 0; h < head.head_size; h += kLanes) found = max_or_nan(found, _mm512_abs_ps(load16(rows + token * head.stride + h)));
+  return reduce_max_or_nan(found) / largest;
+}
+
+// The same, in which no row's norm is larger than kLargestNorm either: two such rows have a product below 2^31.
+constexpr float kLargestNorm = 46000.0f, kLargestNumber = 32767.0f;
+
+inline float unit_by_norms(const float* rows, const TextHead& head) {
+  __m512 found = _mm512_setzero_ps();  // of each lane the largest sum of squares: together no row's is larger
+  for (int token = 0; token < head.num_tokens; ++token) {
+    __m512 squares = _mm512_setzero_ps();
+    for (int h = 0; h < head.head_size; h += kLanes) {
+      const __m512 x = load16(rows + token * head.stride + h);
+      squares = _mm512_fmadd_ps(x, x, squares);
+    }
+    found = max_or_nan(found, squares);
+  }
+  return std::max(std::sqrt(_mm512_reduce_add_ps(found)) / kLargestNorm, std::sqrt(reduce_max_or_nan(found)) / kLargestNumber);
 }
 
 inline __m512 times_per(float unit) { return _mm512_set1_ps(unit > 1e-30f ? 1.0f / unit : 0.0f); }
@@ -153,11 +177,9 @@ inline __m512i score_keys(const int16_t* queries, const int16_t* keys, int head_
   return largest;
 }
 
-// The largest weight, and the largest sum of a query's weights: times the largest value it stays below 2^31.
-constexpr float kLargestWeight = 32767.0f, kWeightsSum = 500000.0f, kLargestValue = 4095.0f;
-
-// Scores of a turn, in units that `scale` takes to powers of two, become weights; their sums are given.
-inline __m512 weigh(int32_t* scores, int num_tokens, __m512i largest, float scale) {
+// Scores of a turn, in units that `scale` takes to powers of two, become weights of which a query's have at most the sum `most`. Their sums
+// are given.
+inline __m512 weigh(int32_t* scores, int num_tokens, __m512i largest, float scale, float most) {
   __m512 total = _mm512_setzero_ps();
   for (int token = 0; token < num_tokens; ++token) {
     int32_t* at = scores + token * kLanes;
@@ -166,7 +188,7 @@ inline __m512 weigh(int32_t* scores, int num_tokens, __m512i largest, float scal
     total = _mm512_add_ps(total, weight);
     _mm512_storeu_ps(at, weight);
   }
-  const __m512 unit = _mm512_min_ps(_mm512_div_ps(_mm512_set1_ps(kWeightsSum), total), _mm512_set1_ps(kLargestWeight));
+  const __m512 unit = _mm512_min_ps(_mm512_div_ps(_mm512_set1_ps(most), total), _mm512_set1_ps(kLargestNumber));
   for (int token = 0; token < num_tokens; token += 2) {
     const float* from = reinterpret_cast<const float*>(scores + token * kLanes);
     const __m512i second = token + 1 < num_tokens ? whole16(from + kLanes, unit) : _mm512_setzero_si512();
@@ -202,9 +224,11 @@ inline void mix_values(const int32_t* weights, const int16_t* values, int num_to
 // All queries of one head of a text.
 inline void attend_text(const TextHead& head, const AttentionDesk& desk) {
   const int size = head.head_size, num_tokens = head.num_tokens;
-  const float largest_word = std::floor(std::sqrt(2147483647.0f / size)) - 1;  // so that no score leaves its 32 bits
-  const float query_unit = find_unit(head.queries, head, largest_word), key_unit = find_unit(head.keys, head, largest_word);
-  const float value_unit = find_unit(head.values, head, kLargestValue);
+  const float query_unit = unit_by_norms(head.queries, head), key_unit = unit_by_norms(head.keys, head);
+  // The largest sum of a query's weights times the largest value is below 2^31. The longer the text, the smaller are its weights and the
+  // more of the 31 bits they get: so that both are rounded alike where all weights are equal.
+  const float most = 20000.0f * std::sqrt(static_cast<float>(num_tokens));
+  const float value_unit = unit_by_numbers(head.values, head, std::min(kLargestNumber, 2.12e9f / most));
   const float scale = 1.44269504088896341f / std::sqrt(static_cast<float>(size)) * query_unit * key_unit;
   take_keys(head, key_unit, desk.keys);
   take_values(head, value_unit, desk.values);
@@ -214,7 +238,7 @@ inline void attend_text(const TextHead& head, const AttentionDesk& desk) {
     for_tiles(num_tokens, [&](int first, auto count) {
       largest = score_keys<decltype(count)::value>(desk.queries, desk.keys + first * size, size, desk.scores + first * kLanes, largest);
     });
-    const __m512 totals = weigh(desk.scores, num_tokens, largest, scale);
+    const __m512 totals = weigh(desk.scores, num_tokens, largest, scale, most);
     alignas(64) float factors[kLanes];
     store16(factors, _mm512_div_ps(_mm512_set1_ps(value_unit), totals));
     for_tiles(std::min(kLanes, num_tokens - query), [&](int first, auto count) {

@@ -1,4 +1,4 @@
-"""Weights as the native kernels multiply with them, and what else the kernels of whole models share.
+"""Weights as the native kernels multiply with them, and what else those of whole models share.
 
 Legend: O outputs, I inputs.
 """
@@ -149,5 +149,5 @@ def check_range(what: str, values: np.ndarray, end: int) -> None:
     Raises:
         InternalError: one is not in [0, end).
     """
-    if values.min() < 0 or values.max() >= end:
+    if values.size and not 0 <= values.min() <= values.max() < end:
         raise InternalError(f"a {what} of a batch is outside of 0 to {end - 1}")

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from workers.errors import InternalError
 from workers.kernels import decoder as kernel
 from workers.kernels.products import (
     PANEL,
