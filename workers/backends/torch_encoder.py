@@ -20,7 +20,8 @@ from workers.errors import InternalError, ModelError
 from workers.loading.folder import ModelFiles
 from workers.loading.jsonfile import read_optional_json
 from workers.loading.sentence import SentenceConfig, read_sentence_config
-from workers.models import native
+from workers.models import native, native_encoder
+from workers.models.bert import BertModel
 from workers.models.causal import CausalModel, make_causal
 from workers.models.decoder import DecoderModel, WeightedModel
 from workers.models.device import DeviceName, DtypeName, pick_device, pick_dtype
@@ -42,6 +43,7 @@ from workers.models.heads import (
     ScoreOutput,
     read_labels,
 )
+from workers.models.native_encoder import NativeEncoder
 from workers.models.weights import Places, check_weights, load_weights
 
 _log = logging.getLogger(__name__)
@@ -72,7 +74,8 @@ class TorchEncoder:
             task: embed takes encoders and decoders, classify sequence classifiers, score decoders.
             device: `auto` takes a GPU where there is one.
             dtype: of what is multiplied; `auto` takes bfloat16 where the hardware multiplies it,
-                else float32 (CPU) or float16 (GPU).
+                else float32 (CPU) or float16 (GPU). Instead of these, and of bfloat16, it is int16
+                where the native encoder runs the model: as fast, and more exact.
             sentence: how embed makes a vector of a text; None: as the files say.
 
         Raises:
@@ -87,6 +90,8 @@ class TorchEncoder:
             if family is None:
                 made = _make_from_decoder(files, task, number, place, sentence)
             else:
+                if dtype in ("auto", "bfloat16") and _runs_natively(files, family, place):
+                    number = torch.int16
                 made = _make_from_encoder(files, family, task, number, place, sentence)
         info = _describe(files, made, task, number, place)
         _log.info("%s for %s: width %d, %s on %s", info.name, task, info.width, number, place)
@@ -155,6 +160,11 @@ def _make_from_encoder(
     return _Made(model, EmbedOutput(model, sentence), sentence=sentence)
 
 
+def _runs_natively(files: ModelFiles, family: EncoderFamily, device: torch.device) -> bool:
+    outline = family.make(files.config, dtype=torch.float32, device=torch.device("meta"))
+    return native_encoder.supports(outline, device=device)
+
+
 def _make_classifier(
     files: ModelFiles, family: EncoderFamily, dtype: torch.dtype, device: torch.device
 ) -> _Made:
@@ -185,18 +195,24 @@ def _load_encoder(
     *,
     extra: Places,
 ) -> EncoderModel:
-    """The model with its weights; `extra` are a head's places, filled too."""
+    """The model with its weights; `extra` are a head's places, filled too. With int16 it is the
+    native one.
+    """
     names = names_in(files.weight_files)
+    values = torch.float32 if dtype == torch.int16 else dtype
 
     def by_name(model: LoadedEncoder) -> Places:
         return {**in_files(names, model.places(), family.prefix), **extra}
 
-    outline = by_name(family.make(files.config, dtype=dtype, device=torch.device("meta")))
+    outline = by_name(family.make(files.config, dtype=values, device=torch.device("meta")))
     check_weights(
         files.weight_files, outline, is_ignored=partial(is_foreign, places=outline, family=family)
     )
-    model = family.make(files.config, dtype=dtype, device=device)
+    model = family.make(files.config, dtype=values, device=device)
     load_weights(files.weight_files, by_name(model))
+    if dtype == torch.int16:
+        assert isinstance(model, BertModel)
+        return NativeEncoder(model)
     return model
 
 

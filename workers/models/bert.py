@@ -268,22 +268,8 @@ class BertModel:
         x_TD = functional.embedding(packed.token_ids_T, self.word_VD)
         if self.types_XD is not None:
             x_TD += self.types_XD[0]
-        x_TD += functional.embedding(self._positions(packed), self.position_PD)
+        x_TD += functional.embedding(find_positions(packed, self.config), self.position_PD)
         return self.embedding_norm(x_TD)
-
-    def _positions(self, packed: PackedBatch) -> Tensor:
-        """Rows of the position table. (T)"""
-        padding_id = self.config.padding_id
-        if padding_id is None:
-            return packed.position_T
-        is_padding_T = packed.token_ids_T == padding_id
-        if not is_padding_T.any():
-            return packed.position_T + (padding_id + 1)
-        # A text that names the padding token: it has the padding's position, and is not counted.
-        counted_T = (~is_padding_T).cumsum(0)
-        begins_T = torch.arange(len(counted_T), device=self.device) - packed.position_T
-        before_T = counted_T[begins_T] - (~is_padding_T[begins_T]).long()
-        return torch.where(is_padding_T, padding_id, counted_T - before_T + padding_id)
 
     def _run_layer(self, layer: BertLayer, x_TD: Tensor, packed: PackedBatch) -> Tensor:
         config = self.config
@@ -306,3 +292,18 @@ class BertModel:
         for index, layer in enumerate(self.layers):
             places.update(layer.places(names, f"{names.layer}.{index}"))
         return places
+
+
+def find_positions(packed: PackedBatch, config: BertConfig) -> Tensor:
+    """Rows of the position table. (T)"""
+    padding_id = config.padding_id
+    if padding_id is None:
+        return packed.position_T
+    is_padding_T = packed.token_ids_T == padding_id
+    if not is_padding_T.any():
+        return packed.position_T + (padding_id + 1)
+    # A text that names the padding token: it has the padding's position, and is not counted.
+    counted_T = (~is_padding_T).cumsum(0)
+    begins_T = torch.arange(len(counted_T), device=counted_T.device) - packed.position_T
+    before_T = counted_T[begins_T] - (~is_padding_T[begins_T]).long()
+    return torch.where(is_padding_T, padding_id, counted_T - before_T + padding_id)

@@ -20,7 +20,14 @@ from torch.nn import functional
 
 from workers.errors import InternalError
 from workers.kernels import decoder as kernel
-from workers.kernels.decoder import PackedWeight, WeightFormat, address
+from workers.kernels.products import (
+    PANEL,
+    PackedWeight,
+    WeightFormat,
+    address,
+    check_range,
+    pack,
+)
 from workers.kv import KVPool
 from workers.models.decoder import DecoderModel, WeightedModel
 from workers.models.device import cpu_has
@@ -115,7 +122,7 @@ class NativeDecoder:
         )
 
     def _pack(self, linear: Linear, order: list[int] | None = None) -> ctypes.Structure:
-        packed = kernel.pack(
+        packed = pack(
             linear.weight_OI, linear.bias_O, weight_format=self._weight_format, order=order
         )
         self._packed.append(packed)
@@ -155,8 +162,8 @@ class NativeDecoder:
         """Run a batch: the residual stream (S, D) of the sampled rows behind the last layer."""
         if self._pool is not pool:
             self._take_pool(pool)
-        _check_range("token id", layout.token_ids_T, self.config.vocab_size)
-        _check_range("block", layout.tables_GM, pool.num_blocks)
+        check_range("token id", layout.token_ids_T, self.config.vocab_size)
+        check_range("block", layout.tables_GM, pool.num_blocks)
         self._grow_rotary(int(layout.position_T.max()))
         out_SD = torch.empty(len(layout.sampled_S), self.config.hidden_size)
         begins_G1 = np.concatenate([[0], layout.ends_G]).astype(np.int32)
@@ -229,15 +236,9 @@ class NativeLogits:
         return self._runner.logits(self._residual_SD[index_R])
 
 
-def _check_range(what: str, values: np.ndarray, end: int) -> None:
-    """The kernel reads memory at these places."""
-    if values.min() < 0 or values.max() >= end:
-        raise InternalError(f"a {what} of a batch is outside of 0 to {end - 1}")
-
-
 def _paired(inner: int) -> Iterator[int]:
     """Order of the fused gate and up projections: 32 of the gate, the same 32 of up, and so on."""
-    half = kernel.PANEL // 2
+    half = PANEL // 2
     for first in range(0, inner, half):
         for base in (0, inner):
             for index in range(first, first + half):

@@ -10,9 +10,11 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from workers import kernels
 from workers.backends.torch_encoder import TorchEncoder
 from workers.encoding import Encoder, PackedTexts
 from workers.errors import ModelError
+from workers.kernels import encoder
 from workers.loading.files import ModelFiles, resolve_model
 from workers.loading.tokenizer import Tokenizer
 
@@ -86,9 +88,26 @@ def test_embeddings_are_those_of_sentence_transformers(files, packed, wanted) ->
 
 
 @pytest.mark.slow
-def test_what_bfloat16_costs(files, packed, wanted) -> None:
+@pytest.mark.skipif(not encoder.is_available(), reason="no AVX-512 with VNNI, or no compiler")
+def test_the_native_encoder_is_nearly_exact(files, packed, wanted) -> None:
+    backend = TorchEncoder.load(files, task="embed", device="cpu")
+    assert backend.info.dtype == "int16"
+    encoded = Encoder(backend, max_batch_tokens=4096, clock=lambda: 0.0).encode(packed)
+    assert cosine_distances(encoded.vectors, wanted).max() < MAX_COSINE_DISTANCE / 20
+    some = np.random.default_rng(0).permutation(1000)[:200]
+    runner = Encoder(backend, max_batch_tokens=300, clock=lambda: 0.0)
+    np.testing.assert_allclose(
+        runner.encode(packed.take(some)).vectors, encoded.vectors[some], atol=1e-6
+    )  # pooling and normalising are torch's
+
+
+@pytest.mark.slow
+def test_what_bfloat16_costs(files, packed, wanted, monkeypatch) -> None:
     """Rounding the weights alone moves some texts by 2e-5: what float32 is for."""
+    kernels.load.cache_clear()
+    monkeypatch.setenv("HEADRACE_KERNELS", "off")
     backend = TorchEncoder.load(files, task="embed", device="cpu", dtype="bfloat16")
+    kernels.load.cache_clear()
     some = np.arange(0, 1000, 4)
     encoded = Encoder(backend, max_batch_tokens=4096, clock=lambda: 0.0).encode(packed.take(some))
     distances = cosine_distances(encoded.vectors, wanted[some])
