@@ -24,7 +24,6 @@ from storage.rows import Row
 from workers.encoding import PackedTexts
 from workers.request import RowError
 
-
 NO_TOKENS = RowError("empty_prompt", "the text has no tokens")
 
 

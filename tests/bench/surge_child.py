@@ -3,8 +3,8 @@
     python -m tests.bench.surge_child WAY SOURCE OUTPUT MODEL
 
 The model is loaded and a small job is done first, so that all libraries have what they keep; then
-`ready` is printed. From there on the time counts, until the last partition's file is there. The last
-line is JSON.
+`ready` is printed. From there on the time counts, until the last partition's file is there. The
+last line is JSON.
 """
 
 from __future__ import annotations

@@ -161,4 +161,3 @@ def test_what_runs_moves_only_where_it_is_worth_its_way() -> None:
     waiting = [False, False, True]
     assert choose_given(parts, waiting, 1.0, move_s=[0.4, 0.6, 9.0]) == [2, 0]
     assert choose_given(parts, waiting, 1.0, move_s=[0.6, 0.6, 9.0]) == [2]
-
