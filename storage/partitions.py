@@ -7,6 +7,7 @@ shards of whole partitions by whoever plans (`plan_partitions`), and kept with t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -93,6 +94,11 @@ class PartitionPlan:
             self.folders.slice(start, stop - start).to_pylist(), self.num_rows[start:stop]
         )
 
+    def num_of(self, shard_index: int) -> int:
+        """How many a shard has."""
+        start, stop = np.searchsorted(self.shards, [shard_index, shard_index + 1])
+        return int(stop - start)
+
     def check(self, shards: Sequence[Shard]) -> None:
         """The partitions of each shard have its rows.
 
@@ -177,6 +183,28 @@ def find_partitions(
     finally:
         reader.close()
     return found.ended(grouped=True)
+
+
+def partition_sizes(
+    dataset: Dataset, columns: Sequence[str], *, limit: int | None = None
+) -> np.ndarray:
+    """Rows of each key, int64 [P], whether or not they are together; keys as they first appear.
+
+    Reads the key columns only, a batch at a time.
+
+    Raises:
+        InputError: the input cannot be partitioned so; says why.
+    """
+    schema = key_schema(dataset.schema, columns)
+    counts: Counter[str] = Counter()
+    reader = RowReader(dataset, columns, batch_rows=READ_ROWS)
+    try:
+        for batch in reader.batches(Shard(0, tuple(first_rows(whole(dataset), limit)), 0)):
+            for item in folders(as_keys(batch, schema)).value_counts().to_pylist():
+                counts[item["values"]] += item["counts"]
+    finally:
+        reader.close()
+    return np.fromiter(counts.values(), np.int64, len(counts))
 
 
 def first_rows(spans: Iterable[Span], limit: int | None) -> Iterator[Span]:

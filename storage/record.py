@@ -29,6 +29,7 @@ class JobRecord:
         columns: optional columns of the results.
         shards: the plan. It stays, whatever a later run says about shard sizes (C10).
         grouped: the shards are of the input as it was grouped by its keys (`grouping.py`).
+        max_texts: most rows that are encoded at a time, where rows are encoded; 0: not said.
     """
 
     job_id: str
@@ -39,6 +40,7 @@ class JobRecord:
     columns: ResultColumns
     shards: tuple[Shard, ...]
     grouped: bool = False
+    max_texts: int = 0
 
     @property
     def total_rows(self) -> int:
@@ -57,6 +59,8 @@ class JobRecord:
         }
         if self.grouped:
             plain["grouped"] = True
+        if self.max_texts:
+            plain["max_texts"] = self.max_texts
         return orjson.dumps(plain, option=orjson.OPT_INDENT_2)
 
     @classmethod
@@ -82,6 +86,7 @@ class JobRecord:
                 columns=_columns_from_json(raw["columns"]),
                 shards=tuple(Shard.from_json(item) for item in raw["shards"]),
                 grouped=raw.get("grouped", False),
+                max_texts=raw.get("max_texts", 0),
             )
         except (KeyError, TypeError, ValueError) as fault:
             raise LedgerError(f"{where} is damaged ({fault!r}); --overwrite starts anew") from fault

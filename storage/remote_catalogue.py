@@ -25,7 +25,10 @@ from storage.objects import ObjectStore
 from storage.results import result_schema
 from storage.source import Dataset
 from storage.telemetry import TABLES
-from storage.views import files_of, partitioned_files
+from storage.views import each_file, partitioned_files
+
+MEMORY = "256MB"
+"""That DuckDB may take: a job's memory is not to jump at its end."""
 
 RESULTS_BYTES = 64 << 20
 """Result files of this size in all are copied into the file; larger ones stay where they are."""
@@ -91,7 +94,7 @@ class RemoteCatalogue:
         self._folder.mkdir(parents=True, exist_ok=True)
         draft = self._folder / f"{FILE}.new"
         draft.unlink(missing_ok=True)
-        with duckdb.connect(str(draft)) as con:
+        with duckdb.connect(str(draft), config={"memory_limit": MEMORY}) as con:
             write(con)
         os.replace(draft, self.path)
 
@@ -118,8 +121,14 @@ class RemoteCatalogue:
     def _copy(
         self, con: duckdb.DuckDBPyConnection, table: str, folder: str, schema: pa.Schema
     ) -> None:
-        """A table with the rows of a folder's files, in the order of their names."""
-        self._table(con, table, files_of(self._store, folder, schema))
+        """A table with the rows of a folder's files, in the order of their names; one file at a
+        time is in memory.
+        """
+        self._table(con, table, schema.empty_table())
+        for found in each_file(self._store, folder, schema):
+            con.register("found", found)
+            con.execute(f"INSERT INTO {table} FROM found")
+            con.unregister("found")
 
     def _table(
         self, con: duckdb.DuckDBPyConnection, table: str, rows: pads.Dataset | pa.Table

@@ -184,6 +184,7 @@ ENCODES = pa.schema(
         ("run_id", pa.string()),
         ("started_s", pa.float64()),
         ("elapsed_s", pa.float64()),
+        ("interval_s", pa.float64()),
         ("shard", pa.int64()),
         ("num_partitions", pa.int64()),
         ("num_texts", pa.int64()),
@@ -193,7 +194,7 @@ ENCODES = pa.schema(
     ]
 )
 """Encode calls: a superbatch, or a slice of an oversize partition. `num_calls` are the calls of the
-model that it took.
+model that it took; `interval_s` is from the end of the call before it to its own.
 """
 RETRIES = pa.schema(
     [

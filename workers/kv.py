@@ -57,15 +57,29 @@ class KVPool:
         head_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        shared: bool = False,
     ) -> None:
         """Raises RuntimeError, MemoryError or torch.OutOfMemoryError when the device has not that
         much.
+
+        Args:
+            num_layers: of the model.
+            num_blocks: B.
+            num_kv_heads: K.
+            block_size: P.
+            head_size: H.
+            dtype: of keys and values.
+            device: where they are.
+            shared: all layers have the same memory, for passes that need nothing of a layer when
+                the next one begins.
         """
         shape = (2, num_blocks, num_kv_heads, block_size, head_size)
         self.num_blocks = num_blocks
         self.num_kv_heads = num_kv_heads
         self.block_size = block_size
-        self.memory = tuple(_zeros(shape, dtype, device) for _ in range(num_layers))
+        num_pieces = 1 if shared else num_layers
+        pieces = tuple(_zeros(shape, dtype, device) for _ in range(num_pieces))
+        self.memory = pieces * (num_layers // num_pieces)
         self.layers = tuple(LayerKV(*memory) for memory in self.memory)
 
     def rows(self, blocks_T: np.ndarray, offsets_T: np.ndarray) -> np.ndarray:

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Generator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -20,7 +18,8 @@ import torch
 from schedulers.view import SeqId
 from workers.attention import MAX_BUCKET_POSITIONS, QUERY_TILE
 from workers.backends.base import Batch, Executed, ModelInfo
-from workers.errors import BackendError, DeviceOutOfMemory, InternalError, ModelError
+from workers.backends.translated import translated
+from workers.errors import BackendError, InternalError, ModelError
 from workers.kv import KVPool
 from workers.loading.files import ModelFiles
 from workers.models import native
@@ -82,7 +81,7 @@ class TorchBackend:
                 "int8 needs a processor with AVX-512 (BF16 and VNNI), a C++ compiler, and layer "
                 f"sizes that are multiples of {native.LANES}; use bfloat16 or float32"
             )
-        with _translated(f"loading {files.name}"):
+        with translated(f"loading {files.name}"):
             model = family.build(config, dtype=values, device=place, deterministic=deterministic)
             load_weights(files.weight_files, model.places())
             num_parameters = sum(tensor.numel() for tensor in unique_tensors(model.places()))
@@ -100,7 +99,7 @@ class TorchBackend:
     def allocate(self, *, num_blocks: int, block_size: int) -> None:
         config = self._loaded().config
         self._pool = None  # before the new one takes memory
-        with _translated(f"reserving {num_blocks} KV blocks of {block_size} positions"):
+        with translated(f"reserving {num_blocks} KV blocks of {block_size} positions"):
             self._pool = KVPool(
                 num_layers=config.num_layers,
                 num_blocks=num_blocks,
@@ -118,7 +117,7 @@ class TorchBackend:
         watch = Stopwatch(time.perf_counter)
         before = model.times()
         seqs = [segment.seq for segment in batch.segments if segment.sample]
-        with _translated(f"a batch of {batch.num_tokens} tokens"), torch.inference_mode():
+        with translated(f"a batch of {batch.num_tokens} tokens"), torch.inference_mode():
             layout = lay_out(batch, pool.block_size)
             layout_s = watch.lap()
             logits = model.logits(layout, pool)
@@ -174,26 +173,6 @@ class TorchBackend:
         if self._model is None:
             raise InternalError("the backend is closed")
         return self._model
-
-
-@contextmanager
-def _translated(what: str) -> Generator[None]:
-    """Give torch's errors our names."""
-    try:
-        yield
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise DeviceOutOfMemory(f"out of memory in {what}: {error}") from error
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            raise DeviceOutOfMemory(f"out of memory in {what}: {error}") from error
-        raise BackendError(f"torch failed in {what}: {error}") from error
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether torch's CPU allocator gave up. It raises a plain RuntimeError, so that its text is
-    all there is to go by; on GPUs the type says it (`torch.OutOfMemoryError`).
-    """
-    return "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
 def scratch_bytes(config: ModelConfig, itemsize: int) -> int:

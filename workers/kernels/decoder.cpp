@@ -6,16 +6,18 @@
 // The residual stream is float32; what goes into a product is bfloat16, or bytes with a scale for each group of them. One parallel region spans
 // the batch; in it every operation shares its tasks out among the threads.
 
-#if defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && defined(__AVX512BW__)
+#include "features.h"
+
+#if HEADRACE_HAS_BF16
 
 #include <omp.h>
 
-#include <chrono>
 #include <vector>
 
 #include "paged.h"
 #include "products.h"
 #include "rows.h"
+#include "scratch.h"
 
 using namespace headrace;
 
@@ -53,27 +55,9 @@ struct HeadraceStep {
   int32_t num_tokens, num_segments, max_blocks, num_sampled;
 };
 
-// Seconds of the first thread, by kind of work.
-struct HeadraceTimes {
-  double products, attention, rows;
-};
-
 }  // extern "C"
 
 namespace {
-
-class Stopwatch {
- public:
-  void lap(double* seconds) {
-    const auto now = Clock::now();
-    if (omp_get_thread_num() == 0) *seconds += std::chrono::duration<double>(now - last_).count();
-    last_ = now;
-  }
-
- private:
-  using Clock = std::chrono::steady_clock;
-  Clock::time_point last_ = Clock::now();
-};
 
 // Of attention: some queries of a segment, or single tokens of several segments, and one key-value head. Of the latter
 // the first `num_shared` positions lie in the same blocks.
@@ -81,9 +65,9 @@ struct Unit {
   int32_t first_member, num_members, first_query, num_queries, kv_head, num_shared;
 };
 
-// Scratch memory of a batch, cut from one piece. Without a piece it only counts.
-struct Scratch {
-  Scratch(const HeadraceDecoder& model, int64_t num_rows, void* piece) : base_(static_cast<char*>(piece)) {
+// Scratch memory of a batch.
+struct Scratch : Cuts {
+  Scratch(const HeadraceDecoder& model, int64_t num_rows, void* piece) : Cuts(piece) {
     const int64_t hidden = model.hidden_size, inner = model.inner_size;
     const int64_t width = static_cast<int64_t>(model.num_heads) * model.head_size;
     const int64_t num_heads = model.num_heads + 2 * model.num_kv_heads, num_threads = omp_get_max_threads();
@@ -94,7 +78,7 @@ struct Scratch {
     cut(&attended, num_rows * width);
     cut(&inner_rows, num_rows * inner);
     cut(&bytes, num_rows * std::max({hidden, width, inner}));
-    cut(&scales, num_rows * num_groups(std::max({hidden, width, inner})));
+    cut(&scales, num_rows * num_groups(std::max({hidden, width, inner}), Format::int8));
     cut(&best, num_rows * num_threads);
     cut(&best_ids, num_rows * num_threads);
   }
@@ -103,15 +87,6 @@ struct Scratch {
   bf16 *normed, *queries, *attended, *inner_rows;
   uint8_t* bytes;
   int64_t* best_ids;
-  int64_t size = 0;
-
- private:
-  template <typename T>
-  void cut(T** part, int64_t count) {
-    *part = base_ ? reinterpret_cast<T*>(base_ + size) : nullptr;
-    size += (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
-  }
-  char* base_;
 };
 
 // Scratch memory of one thread.
@@ -123,7 +98,7 @@ struct Desk {
 // A batch on its way through the layers. `run` is called by every thread of one parallel region.
 class Batch {
  public:
-  Batch(const HeadraceDecoder& model, const HeadraceStep& step, void* piece, HeadraceTimes& times)
+  Batch(const HeadraceDecoder& model, const HeadraceStep& step, void* piece, Times& times)
       : model_(model), step_(step), times_(times), scratch_(model, step.num_tokens, piece) {
     plan_attention();
   }
@@ -212,7 +187,8 @@ class Batch {
     const int64_t size = weight.num_inputs;
 #pragma omp for schedule(static)
     for (int t = 0; t < num_rows; ++t)
-      to_bytes(values + t * size, size, kGroup, scratch_.bytes + t * size, scratch_.scales + t * num_groups(size));
+      to_bytes(values + t * size, size, group_size(Format::int8), scratch_.bytes + t * size,
+               scratch_.scales + t * num_groups(size, Format::int8));
     return {scratch_.bytes, scratch_.scales};
   }
 
@@ -385,7 +361,7 @@ class Batch {
 
   const HeadraceDecoder& model_;
   const HeadraceStep& step_;
-  HeadraceTimes& times_;
+  Times& times_;
   Scratch scratch_;
   std::vector<Unit> units_;
   std::vector<int32_t> members_;  // segments of the units
@@ -453,7 +429,8 @@ class Head {
     for (int64_t s = 0; s < num_rows_; ++s) {
       normalise_row(residual_ + s * size, model_.norm, size, model_.eps, scratch_.normed + s * size);
       if (!narrow)
-        to_bytes(scratch_.normed + s * size, size, kGroup, scratch_.bytes + s * size, scratch_.scales + s * num_groups(size));
+        to_bytes(scratch_.normed + s * size, size, group_size(Format::int8), scratch_.bytes + s * size,
+                 scratch_.scales + s * num_groups(size, Format::int8));
     }
     return narrow ? Rows{scratch_.normed, nullptr} : Rows{scratch_.bytes, scratch_.scales};
   }
@@ -474,7 +451,7 @@ int64_t headrace_decoder_scratch_bytes(const HeadraceDecoder* model, int64_t num
 }
 
 // The residual stream [S, D] of the sampled rows behind the last layer.
-void headrace_decoder_run(const HeadraceDecoder* model, const HeadraceStep* step, void* scratch, float* out, HeadraceTimes* times) {
+void headrace_decoder_run(const HeadraceDecoder* model, const HeadraceStep* step, void* scratch, float* out, Times* times) {
   Batch batch(*model, *step, scratch, *times);
 #pragma omp parallel
   batch.run(out);
@@ -495,56 +472,9 @@ void headrace_decoder_likeliest(const HeadraceDecoder* model, const float* resid
   head.likeliest(ids, best);
 }
 
-// Packs outputs rows[n] of a weight [*, K]; rows[n] below 0 are zeros. `scale` and `correction` are for int8 alone.
-void headrace_pack_bf16(const bf16* weight, const int64_t* rows, int64_t num_outputs, int64_t num_inputs, bf16* packed) {
-#pragma omp parallel for schedule(static)
-  for (int64_t panel = 0; panel < num_outputs / kPanel; ++panel) {
-    uint32_t* to = reinterpret_cast<uint32_t*>(packed + panel * kPanel * num_inputs);
-    for (int n = 0; n < kPanel; ++n) {
-      const int64_t row = rows[panel * kPanel + n];
-      for (int64_t run = 0; run < num_inputs / 2; ++run) {
-        uint32_t pair = 0;
-        if (row >= 0) std::memcpy(&pair, weight + row * num_inputs + 2 * run, 4);
-        to[run * kPanel + n] = pair;
-      }
-    }
-  }
-}
-
-void headrace_pack_int8(const bf16* weight, const int64_t* rows, int64_t num_outputs, int64_t num_inputs, int8_t* packed, float* scale,
-                        int32_t* correction) {
-#pragma omp parallel for schedule(static)
-  for (int64_t panel = 0; panel < num_outputs / kPanel; ++panel) {
-    std::vector<int8_t> bytes(num_inputs);
-    int8_t* to = packed + panel * kPanel * num_inputs;
-    for (int n = 0; n < kPanel; ++n) {
-      const int64_t output = panel * kPanel + n, row = rows[output];
-      float largest = 0;
-      for (int64_t k = 0; row >= 0 && k < num_inputs; ++k) largest = std::max(largest, std::abs(widen(weight[row * num_inputs + k])));
-      scale[output] = largest / 127.0f;
-      const float inverse = largest > 0 ? 127.0f / largest : 0.0f;
-      for (int64_t group = 0; group < num_groups(num_inputs); ++group) {
-        int32_t sum = 0;
-        for (int64_t k = group * kGroup; k < std::min(num_inputs, (group + 1) * kGroup); ++k) {
-          bytes[k] = row < 0 ? 0 : static_cast<int8_t>(std::nearbyint(widen(weight[row * num_inputs + k]) * inverse));
-          sum += bytes[k];
-        }
-        correction[group * num_outputs + output] = -128 * sum;
-      }
-      for (int64_t run = 0; run < num_inputs / 4; ++run) std::memcpy(to + (run * kPanel + n) * 4, bytes.data() + 4 * run, 4);
-    }
-  }
-}
-
-// Inputs of a group, which share a scale.
-int32_t headrace_group_size() { return kGroup; }
-
 }  // extern "C"
 
-#define HEADRACE_HAS_DECODER 1
-#else
-#define HEADRACE_HAS_DECODER 0
 #endif
 
 // Whether this processor has what the decoder is written for.
-extern "C" int headrace_has_decoder() { return HEADRACE_HAS_DECODER; }
+extern "C" int headrace_has_decoder() { return HEADRACE_HAS_BF16; }

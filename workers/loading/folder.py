@@ -12,8 +12,19 @@ from workers.loading.fingerprint import fingerprint
 from workers.loading.jsonfile import read_json, read_optional_json
 from workers.loading.safetensors_file import read_header
 
+_ENCODERS = ("Bert", "Camembert", "DistilBert", "ModernBert", "Roberta", "XLMRoberta")
+_DECODERS = ("Llama", "Mistral", "Qwen2", "Qwen3")
 OWN_ARCHITECTURES = frozenset(
-    {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+    [
+        stem + kind
+        for stem in _DECODERS
+        for kind in ("ForCausalLM", "ForSequenceClassification", "Model")
+    ]
+    + [
+        stem + kind
+        for stem in _ENCODERS
+        for kind in ("ForMaskedLM", "ForPreTraining", "ForSequenceClassification", "Model")
+    ]
 )
 """Architectures that we run with our own code, so that a model's remote code is not needed."""
 
@@ -26,7 +37,12 @@ SMALL_FILES = (
     "special_tokens_map.json",
     "tokenizer.json",
     "tokenizer_config.json",
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
 )
+MODULE_FILES = ("[0-9]_*/config.json", "[0-9]_*/model.safetensors")
+"""Of the modules of sentence-transformers, which are small."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +101,7 @@ def open_folder(name: str, folder: Path, *, identity: str | None = None) -> Mode
     wanted_for = "the model's generation defaults"
     generation_config = read_optional_json(folder / "generation_config.json", wanted_for=wanted_for)
     small = [folder / item for item in SMALL_FILES if (folder / item).is_file()]
+    small += sorted(path for pattern in MODULE_FILES for path in folder.glob(pattern))
     return ModelFiles(
         name=name,
         folder=folder,
@@ -93,6 +110,14 @@ def open_folder(name: str, folder: Path, *, identity: str | None = None) -> Mode
         generation_config=generation_config,
         fingerprint=identity or fingerprint(small, weight_files),
     )
+
+
+def is_decoder(config: Mapping[str, object]) -> bool:
+    """Whether a config.json is of one of our decoders, with or without its head."""
+    names = config.get("architectures")
+    found = cast("list[object]", names) if isinstance(names, list) else []
+    stems = (str(name).removesuffix("ForCausalLM").removesuffix("Model") for name in found)
+    return any(stem in _DECODERS for stem in stems)
 
 
 def _refuse_remote_code(folder: Path, config: Mapping[str, object]) -> None:

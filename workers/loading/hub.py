@@ -9,8 +9,10 @@ from pathlib import Path
 from workers.errors import ModelError
 
 ALLOW = ("*.safetensors", "*.json", "*.jinja")
-IGNORE = ("*/*",)
-"""Files in sub-folders are other formats of the same model."""
+IGNORE = ("[!0-9]*/*",)
+"""Files in sub-folders are other formats of the same model, but for the numbered folders of
+sentence-transformers' modules.
+"""
 
 
 def download(repo_id: str, *, revision: str | None) -> Path:

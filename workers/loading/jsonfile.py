@@ -37,14 +37,31 @@ def parse_object(text: str | bytes, *, where: str) -> dict[str, object]:
     Raises:
         ModelError: `text` is no such thing.
     """
-    try:
-        value: object = json.loads(text, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as fault:
-        raise ModelError(f"{where} is not valid JSON ({fault}); copy the model again") from fault
+    value = _parse(text, where)
     if not isinstance(value, dict):
         kind = type(value).__name__
         raise ModelError(f"{where} holds a JSON {kind}, where an object is expected")
     return cast("dict[str, object]", value)
+
+
+def parse_list(text: str | bytes, *, where: str) -> list[object]:
+    """A JSON array.
+
+    Raises:
+        ModelError: `text` is no such thing.
+    """
+    value = _parse(text, where)
+    if not isinstance(value, list):
+        kind = type(value).__name__
+        raise ModelError(f"{where} holds a JSON {kind}, where an array is expected")
+    return cast("list[object]", value)
+
+
+def _parse(text: str | bytes, where: str) -> object:
+    try:
+        return json.loads(text, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as fault:
+        raise ModelError(f"{where} is not valid JSON ({fault}); copy the model again") from fault
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:

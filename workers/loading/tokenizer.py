@@ -6,10 +6,15 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import cast
+from typing import Literal, NamedTuple, cast
 
+import numpy as np
 import tokenizers
+from numpy.typing import NDArray
+from tokenizers.normalizers import Lowercase
+from tokenizers.normalizers import Sequence as NormalizerSequence
 
+from workers.encoding import PackedTexts
 from workers.errors import ModelError
 from workers.loading.chat_template import DEFAULT_NOW, ChatTemplate, Message
 from workers.loading.folder import ModelFiles, token_ids
@@ -19,10 +24,28 @@ from workers.loading.stops import cut_at_stop, make_find_stop
 _SPECIAL_NAMES = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
 )  # fmt: skip
+TruncationSide = Literal["left", "right"]
+TEXTS_AT_ONCE = 8192
+"""Texts whose encodings, which are large, are alive together in `encode_packed`."""
+
 _CLEAN_UPS = (
     (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"),
     (" n't", "n't"), (" 'm", "'m"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"),
 )  # fmt: skip
+
+
+class Affixes(NamedTuple):
+    """Special tokens that the tokenizer puts around a text."""
+
+    num_before: int
+    num_behind: int
+
+
+class Truncated(NamedTuple):
+    """Texts of a bounded length, and which of them were longer."""
+
+    texts: PackedTexts
+    cut_N: NDArray[np.bool_]
 
 
 class Tokenizer:
@@ -32,6 +55,8 @@ class Tokenizer:
         vocab_size: number of tokens, added ones included. A model's embedding may have more rows.
         eos_token_ids: ids that end a completion, from generation_config, else config, else
             tokenizer_config.
+        affixes: special tokens that are put around a text.
+        truncation_side: which end of a text that is too long is cut off.
     """
 
     def __init__(
@@ -42,8 +67,11 @@ class Tokenizer:
         special_tokens: Mapping[str, str],
         chat_template: ChatTemplate | None,
         clean_up: bool,
+        truncation_side: TruncationSide = "right",
     ) -> None:
         self._backend = backend
+        self.affixes = _affixes(backend)
+        self.truncation_side: TruncationSide = truncation_side
         self._chat_template = chat_template
         self._clean_up = clean_up
         added = backend.get_added_tokens_decoder()
@@ -53,18 +81,24 @@ class Tokenizer:
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
 
     @classmethod
-    def load(cls, files: ModelFiles, *, now: datetime = DEFAULT_NOW) -> Tokenizer:
+    def load(
+        cls, files: ModelFiles, *, now: datetime = DEFAULT_NOW, lower_case: bool = False
+    ) -> Tokenizer:
         """Read the tokenizer of a model.
 
         Args:
             files: the model.
             now: the time that chat templates see; fixed by default, so that prompts do not change
                 from day to day.
+            lower_case: texts are put in lower case before all else (`SentenceConfig.lower_case`).
 
         Raises:
             ModelError: tokenizer.json or the chat template is damaged.
         """
         backend = _load_backend(files.folder / "tokenizer.json")
+        if lower_case:
+            old = backend.normalizer
+            backend.normalizer = NormalizerSequence([Lowercase(), *([] if old is None else [old])])
         wanted_for = "the tokenizer's settings"
         config = read_optional_json(files.folder / "tokenizer_config.json", wanted_for=wanted_for)
         mapped = read_optional_json(files.folder / "special_tokens_map.json", wanted_for=wanted_for)
@@ -80,6 +114,7 @@ class Tokenizer:
                 source, special_tokens=special_tokens, now=now, where=str(files.folder)
             ),
             clean_up=_cleans_up(backend, config),
+            truncation_side="left" if config.get("truncation_side") == "left" else "right",
         )
 
     @property
@@ -98,12 +133,58 @@ class Tokenizer:
             ValueError: a text holds a lone surrogate, so it is no Unicode text; see `check_text` to
                 find which.
         """
-        for text in texts:
-            check_text(text)
+        check_texts(texts)
         encodings = self._backend.encode_batch_fast(
             list(texts), add_special_tokens=add_special_tokens
         )
         return [encoding.ids for encoding in encodings]
+
+    def encode_packed(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True
+    ) -> PackedTexts:
+        """As `encode_batch`, packed: a few bytes a token instead of a list of numbers.
+
+        Raises:
+            ValueError: as `encode_batch`.
+        """
+        parts = [
+            PackedTexts.from_lists(
+                self.encode_batch(
+                    texts[first : first + TEXTS_AT_ONCE], add_special_tokens=add_special_tokens
+                )
+            )
+            for first in range(0, len(texts), TEXTS_AT_ONCE)
+        ]
+        return parts[0] if len(parts) == 1 else PackedTexts.concatenate(parts)
+
+    def truncate(self, texts: PackedTexts, max_len: int) -> Truncated:
+        """Cut texts that were encoded with special tokens to a number of tokens. The special ones
+        are kept, and what lies between them is cut at `truncation_side`, as transformers does.
+
+        Args:
+            texts: as `encode_packed` gives them.
+            max_len: most tokens of a text, special ones included.
+
+        Raises:
+            ValueError: there is no room for a token between the special ones.
+        """
+        before, behind = self.affixes
+        if max_len <= before + behind:
+            raise ValueError(
+                f"texts of {max_len} tokens have no room for more than the tokenizer's "
+                f"{before + behind} special ones; allow longer texts"
+            )
+        lengths_N = texts.lengths_N
+        cut_N = lengths_N > max_len
+        if not cut_N.any():
+            return Truncated(texts, cut_N)
+        head = before if self.truncation_side == "left" else max_len - behind
+        tail = max_len - head
+        position_T = np.arange(texts.num_tokens) - np.repeat(texts.begins_N, lengths_N)
+        from_end_T = np.repeat(lengths_N, lengths_N) - position_T
+        kept_T = (position_T < head) | (from_end_T <= tail)
+        ends_N = np.minimum(lengths_N, max_len).cumsum()
+        return Truncated(PackedTexts(texts.token_ids_T[kept_T], ends_N, texts.first_N), cut_N)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens left out. Bytes that are no UTF-8 become U+FFFD."""
@@ -175,6 +256,27 @@ def check_text(text: str) -> None:
             "no valid Unicode; "
             "repair the text"
         ) from None
+
+
+def check_texts(texts: Sequence[str]) -> None:
+    """As `check_text`, for many at little cost.
+
+    Raises:
+        ValueError: one of them holds a lone surrogate.
+    """
+    try:
+        "".join(texts).encode("utf-8")
+    except UnicodeEncodeError:
+        for text in texts:
+            check_text(text)
+
+
+def _affixes(backend: tokenizers.Tokenizer) -> Affixes:
+    """How many special tokens stand before and behind a text: seen around a letter."""
+    count = backend.num_special_tokens_to_add(is_pair=False)
+    mask = backend.encode("a", add_special_tokens=True).special_tokens_mask
+    before = mask.index(0) if 0 in mask else 0
+    return Affixes(min(before, count), count - min(before, count))
 
 
 def _load_backend(path: Path) -> tokenizers.Tokenizer:

@@ -170,7 +170,8 @@ def frequencies(rope: RopeConfig, head_size: int) -> Tensor:
 
 
 class DecoderLayer:
-    """Attention and SwiGLU, each behind a norm and around a residual.
+    """Attention and SwiGLU, each behind a norm and around a residual. The stream may be float32
+    where the weights are not; its norms must have its type then.
 
     The attention itself lies between `project` and `finish`, as it alone looks beyond its row.
     """
@@ -192,7 +193,8 @@ class DecoderLayer:
 
     def project(self, x_TD: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> Tensor:
         """Heads of queries, keys and values, rotated: (T, A, H)."""
-        qkv_TAH = self.qkv(self.attention_norm(x_TD)).unflatten(1, (-1, self.head_size))
+        normed_TD = self.attention_norm(x_TD).to(self.qkv.weight_OI.dtype)
+        qkv_TAH = self.qkv(normed_TD).unflatten(1, (-1, self.head_size))
         qk_TAH = qkv_TAH[:, : self.num_heads + self.num_kv_heads]
         if self.head_norm is not None:
             qk_TAH.copy_(self.head_norm(qk_TAH))
@@ -202,7 +204,8 @@ class DecoderLayer:
     def finish(self, x_TD: Tensor, attended_TE: Tensor) -> Tensor:
         """What follows attention: its projection and the MLP. (T, D)"""
         x_TD = x_TD + self.out(attended_TE)
-        gate_TI, up_TI = self.gate_up(self.mlp_norm(x_TD)).chunk(2, dim=1)
+        normed_TD = self.mlp_norm(x_TD).to(self.gate_up.weight_OI.dtype)
+        gate_TI, up_TI = self.gate_up(normed_TD).chunk(2, dim=1)
         return x_TD + self.down(functional.silu(gate_TI).mul_(up_TI))
 
     def places(self, name: str) -> Iterator[_Named]:

@@ -16,10 +16,18 @@ from typing import TypeGuard
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from workers.errors import InternalError
 from workers.kernels import decoder as kernel
-from workers.kernels.decoder import PackedWeight, WeightFormat, address
+from workers.kernels.products import (
+    PANEL,
+    PackedWeight,
+    WeightFormat,
+    address,
+    check_range,
+    pack,
+)
 from workers.kv import KVPool
 from workers.models.decoder import DecoderModel, WeightedModel
 from workers.models.device import cpu_has
@@ -56,10 +64,16 @@ class NativeDecoder:
     Args:
         model: loaded, in bfloat16 on the CPU; taken apart.
         dtype: bfloat16 or int8, of the projections and the head.
+        has_head: False leaves the head out, for models of which only hidden states are asked.
+
+    Attributes:
+        num_parameters: weights that each token is multiplied with in the layers.
     """
 
-    def __init__(self, model: DecoderModel, dtype: torch.dtype) -> None:
+    def __init__(self, model: DecoderModel, dtype: torch.dtype, *, has_head: bool = True) -> None:
         self.config = model.config
+        self.num_parameters = 0
+        self._has_head = has_head
         self._weight_format: WeightFormat = "int8" if dtype == torch.int8 else "bfloat16"
         self._kept: list[Tensor] = []
         self._packed: list[PackedWeight] = []
@@ -76,6 +90,8 @@ class NativeDecoder:
 
     def _take_layer(self, layer: DecoderLayer, struct: kernel.LayerStruct) -> None:
         inner = self.config.intermediate_size
+        for linear in (layer.qkv, layer.out, layer.gate_up, layer.down):
+            self.num_parameters += linear.weight_OI.numel()
         struct.qkv = self._pack(layer.qkv)
         struct.out = self._pack(layer.out)
         struct.gate_up = self._pack(layer.gate_up, list(_paired(inner)))
@@ -88,10 +104,12 @@ class NativeDecoder:
 
     def _take_ends(self, model: DecoderModel) -> kernel.DecoderStruct:
         config = self.config
+        self._norm_D = model.norm.weight_D.float()
+        head = {"head": self._pack(model.head)} if self._has_head else {}
         return kernel.DecoderStruct(
+            **head,
             layers=ctypes.cast(self._layers, ctypes.c_void_p),
-            head=self._pack(model.head),
-            norm=self._keep(model.norm.weight_D.float()),
+            norm=self._keep(self._norm_D),
             embedding=self._keep(model.embedding_VD),
             num_layers=config.num_layers,
             hidden_size=config.hidden_size,
@@ -104,7 +122,7 @@ class NativeDecoder:
         )
 
     def _pack(self, linear: Linear, order: list[int] | None = None) -> ctypes.Structure:
-        packed = kernel.pack(
+        packed = pack(
             linear.weight_OI, linear.bias_O, weight_format=self._weight_format, order=order
         )
         self._packed.append(packed)
@@ -128,10 +146,24 @@ class NativeDecoder:
     # -- a step --
 
     def logits(self, layout: StepLayout, pool: KVPool) -> NativeLogits:
+        return NativeLogits(self._runner, self.stream(layout, pool))
+
+    def logits_of(self, stream_RD: Tensor) -> Tensor:
+        """Logits (R, V) of rows of the residual stream, float32."""
+        if not self._has_head:
+            raise InternalError("logits were asked of a decoder without a head")
+        return self._runner.logits(stream_RD)
+
+    def normed(self, stream_RD: Tensor) -> Tensor:
+        """Rows of the residual stream behind the final norm, float32."""
+        return functional.rms_norm(stream_RD, self._norm_D.shape, self._norm_D, self.config.rms_eps)
+
+    def stream(self, layout: StepLayout, pool: KVPool) -> Tensor:
+        """Run a batch: the residual stream (S, D) of the sampled rows behind the last layer."""
         if self._pool is not pool:
             self._take_pool(pool)
-        _check_range("token id", layout.token_ids_T, self.config.vocab_size)
-        _check_range("block", layout.tables_GM, pool.num_blocks)
+        check_range("token id", layout.token_ids_T, self.config.vocab_size)
+        check_range("block", layout.tables_GM, pool.num_blocks)
         self._grow_rotary(int(layout.position_T.max()))
         out_SD = torch.empty(len(layout.sampled_S), self.config.hidden_size)
         begins_G1 = np.concatenate([[0], layout.ends_G]).astype(np.int32)
@@ -156,7 +188,7 @@ class NativeDecoder:
             len(layout.sampled_S),
         )
         self._runner.run(step, out_SD)
-        return NativeLogits(self._runner, out_SD)
+        return out_SD
 
     @property
     def kv_divisions(self) -> int:
@@ -204,15 +236,9 @@ class NativeLogits:
         return self._runner.logits(self._residual_SD[index_R])
 
 
-def _check_range(what: str, values: np.ndarray, end: int) -> None:
-    """The kernel reads memory at these places."""
-    if values.min() < 0 or values.max() >= end:
-        raise InternalError(f"a {what} of a batch is outside of 0 to {end - 1}")
-
-
 def _paired(inner: int) -> Iterator[int]:
     """Order of the fused gate and up projections: 32 of the gate, the same 32 of up, and so on."""
-    half = kernel.PANEL // 2
+    half = PANEL // 2
     for first in range(0, inner, half):
         for base in (0, inner):
             for index in range(first, first + half):

@@ -7,11 +7,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.workers.loading_models import CHAT_TEMPLATE, byte_tokenizer, write_folder
+from tests.unit.workers.tiny_encoders import make_tiny_encoder, write_word_tokenizer
 from workers.errors import ModelError
 from workers.loading.files import resolve_model
 from workers.loading.stops import cut_at_stop, make_find_stop
@@ -303,3 +305,54 @@ def test_the_template_of_the_small_model_is_the_one_rendered(tokenizer: Tokenize
     rendered = tokenizer.render_chat([{"role": "user", "content": "hi", "name": None}])
     assert rendered == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert "add_generation_prompt" in CHAT_TEMPLATE
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    "template", ["[CLS] $A [SEP]", "$A [SEP]", "[CLS] $A", "$A", "[CLS] [CLS] $A [SEP]"]
+)
+def test_truncation_keeps_special_tokens_as_in_transformers(
+    template: str, side: str, tmp_path: Path
+) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    folder = make_tiny_encoder("bert", tmp_path)
+    write_word_tokenizer(folder, truncation_side=side)
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    backend = theirs.backend_tokenizer
+    ids = [(token, backend.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
+    backend.post_processor = TemplateProcessing(single=template, special_tokens=ids)
+    theirs.save_pretrained(folder)
+    ours = Tokenizer.load(resolve_model(str(folder)))
+    assert ours.truncation_side == side
+    texts = ["", "water", "the water runs down the channel [SEP] to the wheel", "stone " * 40]
+    for max_len in range(sum(ours.affixes) + 1, 14):
+        got, cut_N = ours.truncate(ours.encode_packed(texts), max_len)
+        lists = [run.tolist() for run in np.split(got.token_ids_T, got.ends_N[:-1])]
+        assert lists == theirs(texts, truncation=True, max_length=max_len)["input_ids"]
+        assert cut_N.tolist() == [len(ids) > max_len for ids in theirs(texts)["input_ids"]]
+    with pytest.raises(ValueError, match="no room"):
+        ours.truncate(ours.encode_packed(texts), sum(ours.affixes))
+
+
+def test_packed_ids_are_those_of_the_lists(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.loading.tokenizer.TEXTS_AT_ONCE", 3)
+    for texts in (TEXTS, TEXTS[:2], []):
+        packed = tokenizer.encode_packed(texts, add_special_tokens=False)
+        want = tokenizer.encode_batch(texts, add_special_tokens=False)
+        ends = packed.ends_N[:-1] if texts else []
+        runs = np.split(packed.token_ids_T, ends) if texts else []
+        assert [run.tolist() for run in runs] == want
+    with pytest.raises(ValueError, match="lone surrogate"):
+        tokenizer.encode_packed(["a", "b\ud83d", "\ude00c"])
+
+
+def test_texts_may_be_put_in_lower_case_first(folder: Path) -> None:
+    lower = Tokenizer.load(resolve_model(str(folder)), lower_case=True)
+    plain = Tokenizer.load(resolve_model(str(folder)))
+    texts = ["Hello WORLD", "caf\u00c9"]
+    want = plain.encode_batch([text.lower() for text in texts], add_special_tokens=False)
+    assert lower.encode_batch(texts, add_special_tokens=False) == want
