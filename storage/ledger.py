@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from storage.errors import OutputError, OutputMismatch
 from storage.grouping import GROUPED, open_grouped
+from storage.hive import encoded
 from storage.lease import LEASE, Lease
 from storage.marker import MARKERS, ShardSummary, count_again, marker_name, read_marker
 from storage.objects import TMP, ObjectStore
@@ -310,10 +311,22 @@ def _begin(store: ObjectStore, dataset: Dataset, made: JobRecord | PlannedJob) -
     job = _Job(made, None, dataset) if isinstance(made, JobRecord) else _Job(*made)
     result_schema(job.dataset.schema, job.record.columns)  # a name clash is found now
     if job.partitions is not None:
+        _refuse_keys_above(store, job.record.columns.partition_by)
         job.partitions.check(job.record.shards)
         job.partitions.write(store)
     store.write(JOB, job.record.to_bytes())
     return job
+
+
+def _refuse_keys_above(store: ObjectStore, keys: Sequence[str]) -> None:
+    """Refuse an output below a folder that readers would take for a key of its partitions."""
+    above = {folder.partition("=")[0] for folder in store.root.split("/") if "=" in folder}
+    for name in keys:
+        if encoded(name) in above:
+            raise OutputError(
+                f"{store.url} is below a folder that is called as a partition is, '{name}=...': "
+                "readers would take that for the key; give another --output"
+            )
 
 
 def _go_on(store: ObjectStore, dataset: Dataset, record: JobRecord) -> _Job:
