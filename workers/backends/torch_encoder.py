@@ -29,6 +29,7 @@ from workers.models.encoder import EncoderModel, LoadedEncoder
 from workers.models.encoders import (
     CLASSIFIER,
     EncoderFamily,
+    architecture_names,
     find_decoder_family,
     find_encoder_family,
     in_files,
