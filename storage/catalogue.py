@@ -152,11 +152,13 @@ class Catalogue:
         keys = ledger.partitions.keys.schema
         if not ledger.committed:
             empty_view(con, "results", pa.unify_schemas([schema, keys]))
-        elif not _is_filled(con):  # to look at 100,000 folders again would take seconds
+            return
+        filled = f"{FILLED} Columns: {', '.join([*schema.names, *keys.names])}"
+        if _comment_on_results(con) != filled:  # to look at 100,000 folders takes seconds
             folder = no_glob(str(self._folder.resolve()))
             source = hive_source(con, f"{folder}/{RESULTS}/**/*.parquet", schema, keys)
             con.execute(f"CREATE OR REPLACE VIEW results AS {source}")
-            con.execute(f"COMMENT ON VIEW results IS {quoted(FILLED)}")
+            con.execute(f"COMMENT ON VIEW results IS {quoted(filled)}")
 
     def _view(
         self, con: duckdb.DuckDBPyConnection, folder: str, filled: bool, schema: pa.Schema
@@ -174,12 +176,12 @@ class Catalogue:
 
 
 FILLED = "One file a partition; the folders' names are its key."
+"""How the comment of the view of partitioned results begins once it is over their files."""
 
 
-def _is_filled(con: duckdb.DuckDBPyConnection) -> bool:
-    """Whether the view of partitioned results is over their files already."""
+def _comment_on_results(con: duckdb.DuckDBPyConnection) -> str | None:
     found = con.execute("SELECT comment FROM duckdb_views() WHERE view_name = 'results'").fetchall()
-    return found == [(FILLED,)]
+    return found[0][0] if found else None
 
 
 def empty_view(con: duckdb.DuckDBPyConnection, name: str, schema: pa.Schema) -> None:

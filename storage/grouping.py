@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from storage.errors import InputError, LedgerError
-from storage.files import GROUP_BYTES, GROUP_ROWS, row_groups
+from storage.files import GROUP_BYTES, GROUP_ROWS
 from storage.hive import as_keys, encoded, folders, key_schema
 from storage.objects import ObjectStore
 from storage.partitions import first_rows
@@ -39,6 +39,8 @@ ROW_ID = "__row_id"
 FILE_ROWS = 64 * GROUP_ROWS
 FILE_BYTES = 8 * GROUP_BYTES
 """A file of the grouped input is closed at the first of these two."""
+GATHER_BYTES = GROUP_BYTES // 4
+"""A row group of the grouped input is of this size, or of `GROUP_ROWS`."""
 READ_ROWS = 8192
 MIN_MEMORY_BYTES = 64 << 20
 """DuckDB cannot sort in less."""
@@ -324,8 +326,16 @@ def _ids(column: pa.Array) -> pa.Array:
 
 
 def _spilled(column: pa.Array) -> pa.Array:
-    """Each batch may have a dictionary of its own, and a bucket has rows of many."""
-    return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+    """A column as it can be sorted: each batch may have a dictionary of its own, and a bucket has
+    rows of many; views cannot be taken from.
+    """
+    if pa.types.is_dictionary(column.type):
+        return _spilled(column.dictionary_decode())
+    if pa.types.is_string_view(column.type):
+        return column.cast(pa.large_string())
+    if pa.types.is_binary_view(column.type):
+        return column.cast(pa.large_binary())
+    return column
 
 
 def _as_before(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
@@ -338,19 +348,24 @@ def _as_before(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
 
 
 def _gather(setting: _Setting, buckets: Sequence[_Bucket]) -> Iterator[pa.Table]:
-    """The rows in their new order."""
+    """The rows in their new order, as row groups."""
     for bucket in buckets:
         for start, stop in _ranges(bucket, setting.bucket_bytes):
-            setting.on_batch()
-            held = _read(bucket, start, stop)
-            order = np.argsort(held.column(_PLACE).to_numpy())
-            assert len(order) == stop - start, (bucket, start, stop)
-            rows = held.drop_columns([_PLACE])
-            step = max(1, len(order) * GROUP_BYTES // max(1, 2 * rows.nbytes))
-            for first in range(0, len(order), min(step, GROUP_ROWS)):
-                setting.on_batch()
-                yield rows.take(order[first : first + min(step, GROUP_ROWS)])
+            yield from _sorted(setting, bucket, start, stop)
         bucket.path.unlink()
+
+
+def _sorted(setting: _Setting, bucket: _Bucket, start: int, stop: int) -> Iterator[pa.Table]:
+    """The rows of a bucket that have the places `[start, stop)`, in order."""
+    setting.on_batch()
+    held = _read(bucket, start, stop)
+    order = np.argsort(held.column(_PLACE).to_numpy())
+    assert len(order) == stop - start, (bucket, start, stop)
+    rows = held.drop_columns([_PLACE])
+    step = max(1, min(GROUP_ROWS, len(order) * GATHER_BYTES // max(1, rows.nbytes)))
+    for first in range(0, len(order), step):
+        setting.on_batch()
+        yield rows.take(order[first : first + step])
 
 
 def _ranges(bucket: _Bucket, most_bytes: int) -> Iterator[tuple[int, int]]:
@@ -379,7 +394,7 @@ def _read(bucket: _Bucket, start: int, stop: int) -> pa.Table:
 def _write(store: ObjectStore, setting: _Setting, buckets: Sequence[_Bucket]) -> None:
     """Files of a bounded size, of row groups of a bounded size; at least one."""
     schema = pa.schema([pa.field(ROW_ID, pa.string()), *setting.schema])
-    groups = row_groups(_gather(setting, buckets))
+    groups = _gather(setting, buckets)
     number = 0
     while True:
         first = next(groups, None)
@@ -397,9 +412,10 @@ def _fill(writer: Any, group: pa.Table | None, more: Iterator[pa.Table], schema:
     rows = num_bytes = 0
     while group is not None:
         columns = [_as_before(group.column(field.name), field.type) for field in schema]
-        writer.write_table(pa.Table.from_arrays(columns, schema=schema), row_group_size=GROUP_ROWS)
+        writer.write_table(pa.Table.from_arrays(columns, schema=schema))
         rows += group.num_rows
         num_bytes += group.nbytes
         if rows >= FILE_ROWS or num_bytes >= FILE_BYTES:
             return
+        del group, columns  # before the next one is made
         group = next(more, None)
