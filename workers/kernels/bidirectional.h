@@ -167,7 +167,7 @@ inline __m512i score_keys(const int16_t* queries, const int16_t* keys, int head_
   for (int h = 0; h < head_size; h += 2) {
     const __m512i q = _mm512_loadu_si512(queries + h * kLanes);
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) add_words(score[r], spread(keys + r * head_size + h), q);
+    for (int r = 0; r < R; ++r) score[r] = _mm512_dpwssd_epi32(score[r], spread(keys + r * head_size + h), q);
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
@@ -210,8 +210,8 @@ inline void mix_values(const int32_t* weights, const int16_t* values, int num_to
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const __m512i weight = spread(weights + pair * kLanes + r);
-      add_words(mixed[r][0], weight, low);
-      add_words(mixed[r][1], weight, high);
+      mixed[r][0] = _mm512_dpwssd_epi32(mixed[r][0], weight, low);
+      mixed[r][1] = _mm512_dpwssd_epi32(mixed[r][1], weight, high);
     }
   }
 #pragma GCC unroll 8
