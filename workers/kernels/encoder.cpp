@@ -6,7 +6,7 @@
 // residual stream, norms, softmax and activation are float32; what goes into a product is int16 with a scale for each row's group, and
 // in attention for each head of a text.
 
-#include "features.h"
+#include "processor.h"
 
 #if HEADRACE_HAS_VNNI
 
