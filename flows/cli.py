@@ -96,12 +96,12 @@ def run(
 @with_spec_options
 def plan(flat: dict[str, Any], job: JobFile = None) -> None:
     """Show what a job would do, without running the model: rows, tokens, prompts, memory, time."""
-    from flows.plan import plan_job, render_plan
+    from flows.plan import plan_of, render_plan
 
     spec = _spec(flat, job)
     console = _console()
     console.print(headline(spec), highlight=False, markup=False, soft_wrap=True)
-    console.print(render_plan(plan_job(spec)))
+    console.print(render_plan(plan_of(spec)))
 
 
 @app.command()
@@ -282,10 +282,16 @@ def main(args: Sequence[str] | None = None) -> None:
 def headline(spec: JobSpec) -> str:
     """What will be done, in a line: printed before anything heavy is imported."""
     rows = f", first {spec.limit} rows" if spec.limit is not None else ""
-    return (
-        f"{spec.input} -> {spec.output}: {spec.task} with {spec.model}, "
-        f"policy {spec.engine.policy}, at most {spec.sampling.max_tokens} tokens a row{rows}"
-    )
+    return f"{spec.input} -> {spec.output}: {spec.task} with {spec.model}{_how(spec)}{rows}"
+
+
+def _how(spec: JobSpec) -> str:
+    if spec.task == "generate":
+        most = spec.sampling.max_tokens
+        return f", policy {spec.engine.policy}, at most {most} tokens a row"
+    if spec.partition_by:
+        return f", a file for each {', '.join(spec.partition_by)}"
+    return ""
 
 
 def _spec(flat: dict[str, Any], job: Path | None) -> JobSpec:

@@ -15,14 +15,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from flows.busy import Work
-from flows.fleet.messages import Rows, Steps
+from flows.fleet.messages import Block, EncodeCall, Rows, Steps
 from flows.journal import Journal
 from flows.progress import Progress
 from flows.queues import Outbox, RowRef
+from storage.marker import tally
 from storage.results import ResultRow
 from storage.shards import Shard
 from storage.writer import ShardSummary, ShardWriter
 from workers.request import StepRecord
+
+QUEUE_ITEMS = 16
+"""That wait to be written, at most: whoever sends more waits."""
 
 MAX_BUFFERED_ROWS = 2000
 """Rows of a shard that wait in memory for a checkpoint, however fast they come."""
@@ -34,11 +38,11 @@ class FromWorker:
 
     Attributes:
         worker: its name; "" where there is only one.
-        event: rows or steps, or what its threads have worked on.
+        event: rows, a block of them or steps, or what its threads have worked on.
     """
 
     worker: str
-    event: Rows | Steps | tuple[Work, ...]
+    event: Rows | Block | Steps | tuple[Work, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +141,15 @@ class Collector:
 
     def _collect(self, items: Sequence[Item]) -> None:
         rows: list[tuple[RowRef, ResultRow]] = []
+        blocks: list[Block] = []
         with self._meter("telemetry"):
             for item in items:
                 if isinstance(item, Note):
                     self._journal.add_note(item.table, item.values)
                 elif isinstance(item.event, Rows):
                     rows.extend(item.event.rows)
+                elif isinstance(item.event, Block):
+                    blocks.append(item.event)
                 elif isinstance(item.event, Steps):
                     self._add_steps(item.worker, item.event)
                 else:
@@ -150,12 +157,17 @@ class Collector:
         if rows:
             with self._meter("writing results"):
                 self._settle(rows)
+        for block in blocks:
+            with self._meter("writing results"):
+                self._settle_block(block)
 
     def _add_steps(self, worker: str, steps: Steps) -> None:
         for record in steps.records:
             if isinstance(record, StepRecord):
                 self._journal.add_step(record, worker)
                 self._progress.add_step(record, worker)
+            elif isinstance(record, EncodeCall):
+                self._journal.add_encode(record, worker)
             else:
                 self._journal.add_event(record, worker)
 
@@ -170,6 +182,17 @@ class Collector:
             if shard.writer.num_buffered >= MAX_BUFFERED_ROWS:
                 self._checkpoint_shard(shard)
             self._commit_if_complete(shard)
+
+    def _settle_block(self, block: Block) -> None:
+        """Commit the superbatch that a block is; of a larger shard, make the block durable when
+        enough has come.
+        """
+        shard = self._shards[block.shard_index]
+        shard.writer.add_block(block.ordinals, block.table)
+        self._progress.add_counts(tally(block.table))
+        if shard.writer.num_missing and shard.writer.num_buffered >= MAX_BUFFERED_ROWS:
+            self._checkpoint_shard(shard)
+        self._commit_if_complete(shard)
 
     def _commit_if_complete(self, shard: OpenShard) -> None:
         if shard.writer.num_missing:
@@ -189,3 +212,9 @@ class Collector:
 
     def _checkpoint_shard(self, shard: OpenShard) -> None:
         shard.writer.checkpoint()
+
+
+def item_weight(item: Item) -> int:
+    """In the queue to the collector: a block is a whole superbatch, and waits alone."""
+    is_block = isinstance(item, FromWorker) and isinstance(item.event, Block)
+    return QUEUE_ITEMS if is_block else 1

@@ -6,7 +6,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from flows.progress import STALL_S, Progress, Snapshot
+from flows.progress import ENCODE, STALL_S, Progress, Snapshot
 from flows.summary import JobSummary, duration, ordered
 
 if TYPE_CHECKING:
@@ -57,17 +57,22 @@ def render(snapshot: Snapshot, *, stall_s: float) -> RenderableType:
     lines = [
         Text(f"{snapshot.phase}  {snapshot.done_rows}/{total} rows  ETA {eta}", style="bold"),
         ProgressBar(total=snapshot.total_rows or 1, completed=snapshot.done_rows, width=60),
-        Text(
-            f"{snapshot.completion_tokens:,} tokens  {snapshot.tokens_per_s:.1f} tok/s  "
-            f"prompts {snapshot.prefill_tokens_per_s:.0f} tok/s  "
-            f"in flight {snapshot.in_flight}  waiting {snapshot.waiting}  "
-            f"{duration(snapshot.elapsed_s)}  {counts}"
-        ),
+        Text(f"{_speed(snapshot)}  {duration(snapshot.elapsed_s)}  {counts}"),
     ]
     if snapshot.total_rows is not None and snapshot.since_finished_s >= stall_s:
         stalled = f"no row finished for {snapshot.since_finished_s:.0f} s"
         lines.append(Text(stalled, style="yellow"))
     return Group(*lines)
+
+
+def _speed(snapshot: Snapshot) -> str:
+    if snapshot.phase == ENCODE:
+        return snapshot.encode_speed
+    return (
+        f"{snapshot.completion_tokens:,} tokens  {snapshot.tokens_per_s:.1f} tok/s  "
+        f"prompts {snapshot.prefill_tokens_per_s:.0f} tok/s  "
+        f"in flight {snapshot.in_flight}  waiting {snapshot.waiting}"
+    )
 
 
 def summary_table(summary: JobSummary) -> RenderableType:

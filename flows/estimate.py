@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flows.model import Model
 from flows.prepare import PreparedJob
+from flows.spec import JobSpec
 from flows.survey import survey
 from storage.rows import sample_rows
 from storage.shards import TokenCost
@@ -39,9 +40,13 @@ def estimate_cost(job: PreparedJob, model: Model) -> TokenCost:
     tokenizer = model.load_tokenizer()
     rows = sample_rows(job.dataset, job.renderer.columns, SAMPLE_ROWS)
     found = survey((("", values) for values in rows), job.renderer.bind(tokenizer), tokenizer)
-    sampling = job.spec.sampling
     return token_cost(
         job,
-        mean_prompt_tokens=found.mean_tokens,
-        answer_tokens=sampling.max_tokens * sampling.n,
+        mean_prompt_tokens=found.mean_tokens * max(1, len(job.spec.encode.choices)),
+        answer_tokens=answer_tokens(job.spec),
     )
+
+
+def answer_tokens(spec: JobSpec) -> int:
+    """Tokens that are generated for a row, at most."""
+    return spec.sampling.max_tokens * spec.sampling.n if spec.task == "generate" else 0

@@ -6,8 +6,6 @@ million rows never lie in memory. A row that cannot become a request is settled 
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
@@ -15,6 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from flows.busy import Meter
 from flows.errors import JobFailed
 from flows.fleet.messages import Assign
+from flows.fleet.part_queue import PartQueue
 from flows.prompts import PromptRenderer, Rendered
 from flows.queues import Outbox, RequestQueue, RowRef, Stopped
 from storage.rows import Row
@@ -104,43 +103,28 @@ class Feeder:
         self._outbox = outbox
         self._in_flight = in_flight
         self._grammar = grammar
-        self._unread: deque[Assign] = deque()
-        self._changed = threading.Condition()
-        self._closed = False
+        self._parts = PartQueue()
 
     def submit(self, part: Assign) -> None:
         """Queue rows behind the earlier ones."""
-        with self._changed:
-            self._unread.append(part)
-            self._changed.notify_all()
+        self._parts.submit(part)
 
     def take_back(self, max_rows: int) -> list[Assign]:
         """Rows, of the last that were submitted, that nobody has begun to read: they are not this
         feeder's any more.
         """
-        taken: list[Assign] = []
-        with self._changed:
-            while self._unread and max_rows > 0:
-                part = self._unread.pop()
-                kept = max(0, part.num_rows - max_rows)
-                if kept:
-                    self._unread.append(part._replace(ordinals=part.ordinals[:kept]))
-                taken.append(part._replace(ordinals=part.ordinals[kept:]))
-                max_rows -= part.num_rows - kept
-        return taken
+        return self._parts.take_back(max_rows)
 
     def close(self) -> None:
         """Nothing will follow."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._parts.close()
 
     def run(self) -> None:
         """Feed all rows that were submitted, in order, until `close`; ends early when the run
         stops.
         """
         try:
-            while (part := self._take()) is not None:
+            while (part := self._parts.take()) is not None:
                 batches = self._read(part)
                 while (rows := self._next(batches)) is not None:
                     self._feed(part.shard.index, rows)
@@ -148,11 +132,6 @@ class Feeder:
             return
         finally:
             self._requests.close()
-
-    def _take(self) -> Assign | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._unread or self._closed)
-            return self._unread.popleft() if self._unread else None
 
     def _next(self, batches: Iterator[list[Row]]) -> list[Row] | None:
         with self._meter("reading"):

@@ -40,14 +40,25 @@ def fingerprint(spec: JobSpec, *, input_fingerprint: str, model_fingerprint: str
         "model": model_fingerprint,
         "task": spec.task,
         **{_PROMPT_KEYS[key]: value for key, value in plain["prompt"].items()},
-        **plain["sampling"],
-        "output_schema": schema,
-        "guided": spec.guided if schema is not None else False,
+        **(_generated(plain, schema) if spec.task == "generate" else _encoded(plain)),
         "on_too_long": spec.on_too_long,
         "dtype": spec.engine.dtype,
         "deterministic": spec.engine.deterministic,
     }
     return Fingerprint(generation, {"keep_columns": list(spec.keep_columns)})
+
+
+def _generated(plain: dict[str, Any], schema: Json) -> dict[str, Json]:
+    guided = plain["guided"] if schema is not None else False
+    return {**plain["sampling"], "output_schema": schema, "guided": guided}
+
+
+def _encoded(plain: dict[str, Any]) -> dict[str, Json]:
+    kept = ("vector_dtype", "normalize", "pooling", "prompt_name", "choices")
+    return {
+        **{name: plain["encode"][name] for name in kept},
+        "partition_by": plain["partition_by"],
+    }
 
 
 _PROMPT_KEYS = {

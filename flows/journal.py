@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import uuid
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -12,20 +13,21 @@ from typing import Any
 
 from flows.busy import BusyTimes, Work
 from flows.credentials import storage_options
-from flows.estimate import estimate_cost
+from flows.encode_costs import cost_key, learn_cost
+from flows.fleet.messages import EncodeCall
+from flows.job_plan import plan_new_job
 from flows.model import Model
 from flows.prepare import PreparedJob
 from flows.summary import JobSummary
+from schedulers.encode_cost import EncodeSample
 from schedulers.events import MemorySizing, event_row
 from schedulers.memory import MemoryPlan
 from storage.catalogue import Catalogue
 from storage.ledger import Ledger
 from storage.marker import Tally
-from storage.record import JobRecord
 from storage.remote import hurry, retry_log
 from storage.remote_catalogue import RemoteCatalogue
-from storage.results import ResultColumns
-from storage.shards import Shard, cut_shards
+from storage.shards import Shard
 from storage.telemetry import TABLES, TelemetryWriter
 from storage.writer import ShardSummary, ShardWriter
 from workers.loading.cache import cache_root
@@ -41,6 +43,9 @@ MEMORY_BYTES = (
 CATALOGUE_S = 10.0
 """Seconds between updates of the DuckDB file while a run goes on."""
 
+MAX_SAMPLES = 4096
+"""Encode calls that are remembered, for what they cost."""
+
 FLUSH_S = 30.0
 """A killed run loses at most so many seconds of telemetry, and a checkpoint interval."""
 
@@ -49,7 +54,13 @@ class Journal:
     """The files of one run's output. Made by `open`; written by the collector's thread."""
 
     def __init__(
-        self, job: PreparedJob, ledger: Ledger, *, clock: Callable[[], float], busy: BusyTimes
+        self,
+        job: PreparedJob,
+        ledger: Ledger,
+        *,
+        model_fingerprint: str,
+        clock: Callable[[], float],
+        busy: BusyTimes,
     ) -> None:
         self._job = job
         self._clock = clock
@@ -60,7 +71,7 @@ class Journal:
         self._tables = {
             table: TelemetryWriter(ledger.store, table, self.run_id) for table in TABLES
         }
-        self._catalogue = _catalogue_of(ledger, job)
+        self._catalogue = _catalogue_of(ledger)
         self._retry_logs = [
             log for fs in (job.dataset.fs, ledger.store.fs) if (log := retry_log(fs)) is not None
         ]
@@ -72,6 +83,10 @@ class Journal:
         self._works: dict[str, Sequence[Work]] = {}
         self._num_steps = 0
         self._num_short_steps = 0
+        self._num_encoded = 0
+        self._encoded_from_s, self._encoded_until_s = math.inf, -math.inf
+        self._encodes: deque[EncodeSample] = deque(maxlen=MAX_SAMPLES)
+        self._cost_key = cost_key(model_fingerprint, job.spec.task, job.spec.engine)
         self._started_s = clock()
         self._flush_due_s = self._started_s + FLUSH_S
         self._steps_end_s = self._started_s
@@ -101,35 +116,19 @@ class Journal:
         spec = job.spec
         identity = job.fingerprint(model)
 
-        def make_record() -> JobRecord:
-            cost = estimate_cost(job, model)
-            return JobRecord(
-                job_id=uuid.uuid4().hex[:12],
-                created=datetime.now(UTC).isoformat(timespec="seconds"),
-                spec=spec.model_dump(mode="json", exclude={"credentials"}),
-                generation=identity.generation,
-                output=identity.output,
-                columns=ResultColumns(
-                    kept=spec.keep_columns,
-                    logprobs=spec.sampling.logprobs is not None,
-                    samples=spec.sampling.n > 1,
-                ),
-                shards=cut_shards(
-                    job.dataset, cost=cost, target_tokens=spec.shard_tokens, limit=spec.limit
-                ),
-            )
-
         opened = Ledger.open(
             spec.output,
             dataset=job.dataset,
             generation=identity.generation,
             output=identity.output,
-            make_record=make_record,
+            make_record=lambda output: plan_new_job(job, model, identity, output),
             overwrite=spec.overwrite,
             storage_options=storage_options(spec.credentials, spec.output),
             on_step=on_step,
         )
-        journal = cls(job, opened.ledger, clock=clock, busy=busy)
+        journal = cls(
+            job, opened.ledger, model_fingerprint=model.fingerprint, clock=clock, busy=busy
+        )
         journal._update_catalogue()
         return journal
 
@@ -185,6 +184,25 @@ class Journal:
         """A row of a table that is the run's own."""
         self._tables[table].add(values)
 
+    def add_encode(self, call: EncodeCall, worker: str = "") -> None:
+        """An encode call of a worker."""
+        row = call._asdict()
+        index, row["num_calls"] = row.pop("shard_index"), row.pop("num_batches")
+        row |= {"shard": index, **self._sizes_of(index), **self._run_id_of(worker)}
+        self._tables["encodes"].add(row)
+        self._num_encoded += call.num_texts
+        self._encoded_from_s = min(self._encoded_from_s, call.started_s)
+        self._encoded_until_s = max(self._encoded_until_s, call.started_s + call.elapsed_s)
+        self._encodes.append(EncodeSample(call.num_texts, call.num_tokens, call.interval_s))
+
+    def _sizes_of(self, index: int) -> dict[str, int]:
+        """Partitions and vectors of a shard."""
+        vector, partitions = self.ledger.record.columns.vector, self.ledger.partitions
+        return {
+            "width": 0 if vector is None else vector.width,
+            "num_partitions": 1 if partitions is None else partitions.num_of(index),
+        }
+
     def set_works(self, worker: str, works: Sequence[Work]) -> None:
         """What the threads of a worker have done since it began."""
         self._works[worker] = works
@@ -222,6 +240,8 @@ class Journal:
         """Write what is left, bring the catalogue up to date and give the output back."""
         try:
             self._flush(force=True)
+            if self._encodes:
+                learn_cost(self._cost_key, list(self._encodes))
             self._note_warning(self._catalogue.close(self.ledger))
             self._busy.skip_to(self._steps_end_s)
             self._busy.mark("finishing")
@@ -283,7 +303,13 @@ class Journal:
             num_short_steps=self._num_short_steps,
             overflow_probability=self._job.spec.engine.overflow_probability,
             num_retries=sum(log.num_retries for log in self._retry_logs),
+            rows_per_s=None if self._job.spec.task == "generate" else self._encode_rate(),
         )
+
+    def _encode_rate(self) -> float:
+        """Texts per second, from the first call's start to the last one's end."""
+        span_s = self._encoded_until_s - self._encoded_from_s
+        return self._num_encoded / span_s if span_s > 0 else 0.0
 
     def _shard_summaries(self) -> Iterator[ShardSummary | Tally]:
         yield from self.ledger.committed.values()
@@ -292,10 +318,10 @@ class Journal:
                 yield writer.so_far()
 
 
-def _catalogue_of(ledger: Ledger, job: PreparedJob) -> Catalogue | RemoteCatalogue:
+def _catalogue_of(ledger: Ledger) -> Catalogue | RemoteCatalogue:
     """The DuckDB file of an output: in it when it is on this machine, else in the cache folder."""
     folder = ledger.store.local_path("")
     if folder is not None:
-        return Catalogue(folder, job.dataset)
+        return Catalogue(folder, ledger.dataset)
     cache = cache_root() / "catalogues" / ledger.record.job_id
-    return RemoteCatalogue(cache, ledger.store, job.dataset)
+    return RemoteCatalogue(cache, ledger.store, ledger.dataset)

@@ -8,14 +8,16 @@ runner.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from workers.sequence import FindStop
 
 if TYPE_CHECKING:
     from flows.spec import JobSpec
     from workers.backends.base import Backend
+    from workers.encoding import EncodeBackend
+    from workers.loading.folder import ModelFiles
 
 
 class Tokenizer(Protocol):
@@ -32,6 +34,18 @@ class Tokenizer(Protocol):
     def find_stop(self, stops: tuple[str, ...]) -> FindStop: ...
 
 
+class Vectors(NamedTuple):
+    """What a model gives for a text, for the tasks embed, classify and score.
+
+    Attributes:
+        width: numbers of a row: dimensions, labels, or 1.
+        labels: of classify, in the order of the numbers.
+    """
+
+    width: int
+    labels: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
     """A model that is known but not loaded.
@@ -40,13 +54,23 @@ class Model:
         fingerprint: of its content; part of the job's identity.
         generation_config: the model's own sampling defaults.
         load_tokenizer: cheap.
-        load_backend: imports torch and loads the weights.
+        load_backend: imports torch and loads the weights, for the task generate.
+        load_encoder: the same for the other tasks.
+        vectors: of these, what a row gets.
+        text_prefix: a prompt of the model's own, put before each text that is embedded.
+        pools_prefix: its tokens count in the embedding.
+        lower_case: texts are put in lower case.
     """
 
     fingerprint: str
     generation_config: Mapping[str, object]
     load_tokenizer: Callable[[], Tokenizer]
     load_backend: Callable[[], Backend]
+    load_encoder: Callable[[], EncodeBackend] | None = None
+    vectors: Vectors | None = None
+    text_prefix: str = ""
+    pools_prefix: bool = True
+    lower_case: bool = False
 
 
 def open_model(spec: JobSpec) -> Model:
@@ -74,9 +98,30 @@ def open_model(spec: JobSpec) -> Model:
             deterministic=spec.engine.deterministic,
         )
 
-    return Model(
+    model = Model(
         fingerprint=files.fingerprint,
         generation_config=files.generation_config,
         load_tokenizer=load_tokenizer,
         load_backend=load_backend,
+    )
+    return model if spec.task == "generate" else _of_vectors(model, files, spec)
+
+
+def _of_vectors(model: Model, files: ModelFiles, spec: JobSpec) -> Model:
+    """The same for a task that gives numbers for a text."""
+    from flows.encoders import describe_vectors, load_encoder, sentence_config
+
+    model = replace(
+        model,
+        vectors=describe_vectors(files, spec),
+        load_encoder=load_encoder(files, spec),
+    )
+    if spec.task != "embed":
+        return model
+    sentence = sentence_config(files, spec)
+    return replace(
+        model,
+        text_prefix=sentence.prompt(),
+        pools_prefix=sentence.include_prompt,
+        lower_case=sentence.lower_case,
     )

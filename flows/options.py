@@ -36,8 +36,9 @@ def _with_options(function: Command, options: tuple[Option, ...]) -> Command:
     def command(**values: Any) -> None:
         given = {option.key: values.pop(option.key) for option in options}
         flat = {key: value for key, value in given.items() if value not in (None, [], ())}
-        if "keep_columns" in flat:
-            flat["keep_columns"] = _split(flat["keep_columns"])
+        for key in ("keep_columns", "partition_by"):
+            if key in flat:
+                flat[key] = _split(flat[key])
         function(flat, **values)
 
     parameters = [*map(_parameter, options), *own]

@@ -18,6 +18,7 @@ from flows.survey import Survey, histogram, survey
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from flows.plan_encode import EncodePlan
     from flows.spec import JobSpec
     from schedulers.memory import MemoryPlan
 
@@ -87,7 +88,7 @@ def plan_job(spec: JobSpec) -> JobPlan:
     sampling = resolve_sampling(spec.sampling, files.generation_config)
     num_rows = min(job.dataset.num_rows, spec.limit or job.dataset.num_rows)
     exact = num_rows <= EXACT_ROWS
-    found = survey(_rows(job, exact=exact), job.renderer.bind(tokenizer), tokenizer)
+    found = survey(planned_rows(job, exact=exact), job.renderer.bind(tokenizer), tokenizer)
     shape = model_shape(files, spec.engine.dtype)
     on_cpu = spec.engine.device in ("auto", "cpu")
     return JobPlan(
@@ -102,7 +103,7 @@ def plan_job(spec: JobSpec) -> JobPlan:
     )
 
 
-def _rows(job: PreparedJob, *, exact: bool) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def planned_rows(job: PreparedJob, *, exact: bool) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """All rows with their ids, or a sample."""
     from storage.rows import RowReader, sample_rows
     from storage.shards import TokenCost, cut_shards
@@ -177,7 +178,20 @@ def measured_flops_per_s(*, size: int = 1024, repeats: int = 3) -> float:
     return 2.0 * size**3 / best_s
 
 
-def render_plan(plan: JobPlan) -> RenderableType:
+def plan_of(spec: JobSpec) -> JobPlan | EncodePlan:
+    """The plan of a job of any task.
+
+    Raises:
+        SpecError, InputError, ModelError, NotEnoughMemory: as running the job would.
+    """
+    if spec.task == "generate":
+        return plan_job(spec)
+    from flows.plan_encode import plan_encoding
+
+    return plan_encoding(spec)
+
+
+def render_plan(plan: JobPlan | EncodePlan) -> RenderableType:
     """The plan for the terminal."""
     from rich.console import Group
     from rich.panel import Panel
@@ -187,9 +201,10 @@ def render_plan(plan: JobPlan) -> RenderableType:
     facts = Table(show_header=False, box=None)
     facts.add_column(style="bold")
     facts.add_column(overflow="fold")
-    for name, value in plan_lines(plan):
+    for name, value in _lines(plan):
         facts.add_row(name, Text(value))
-    bars = Table("tokens", "prompts", "", title="Prompt lengths", title_justify="left", box=None)
+    what = "prompts" if isinstance(plan, JobPlan) else "texts"
+    bars = Table("tokens", what, "", title="Lengths", title_justify="left", box=None)
     bins = histogram(plan.survey.lengths)
     most = max((item.num_prompts for item in bins), default=1)
     for item in bins:
@@ -204,6 +219,14 @@ def render_plan(plan: JobPlan) -> RenderableType:
         for prompt in plan.survey.examples
     ]
     return Group(facts, bars, *examples)
+
+
+def _lines(plan: JobPlan | EncodePlan) -> Iterator[tuple[str, str]]:
+    if isinstance(plan, JobPlan):
+        return plan_lines(plan)
+    from flows.plan_encode import encode_plan_lines
+
+    return encode_plan_lines(plan)
 
 
 def plan_lines(plan: JobPlan) -> Iterator[tuple[str, str]]:

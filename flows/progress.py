@@ -17,9 +17,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from flows.summary import BAD_STATUSES, duration
+from storage.marker import Tally
 
 WINDOW_S = 30.0
 """Rates are taken over that long."""
+
+ENCODE = "encode"
+"""The phase of jobs that encode."""
 
 STALL_S = 60.0
 """A run in which no row finishes for that long says so."""
@@ -99,12 +103,19 @@ class Snapshot:
         bad = sum(self.by_status.get(status, 0) for status in BAD_STATUSES)
         faults = f", {bad} bad" if bad else ""
         eta = "unknown" if self.eta_s is None else duration(self.eta_s)
+        head = f"{self.phase}: {self.done_rows}/{self.total_rows} rows{percent}{faults}"
+        if self.phase == ENCODE:
+            return f"{head}, {self.encode_speed}, ETA {eta}"
         return (
-            f"{self.phase}: {self.done_rows}/{self.total_rows} rows{percent}{faults}, "
-            f"{self.completion_tokens} tokens, {self.tokens_per_s:.1f} tok/s "
+            f"{head}, {self.completion_tokens} tokens, {self.tokens_per_s:.1f} tok/s "
             f"(prompts {self.prefill_tokens_per_s:.0f} tok/s), ETA {eta}, "
             f"in flight {self.in_flight}, waiting {self.waiting}"
         )
+
+    @property
+    def encode_speed(self) -> str:
+        """Of a job that encodes: it generates nothing."""
+        return f"{self.rows_per_s:,.0f} rows/s, {self.prefill_tokens_per_s:,.0f} tok/s"
 
 
 class _Sample(NamedTuple):
@@ -196,6 +207,16 @@ class Progress:
             counts.earlier_rows = counts.by_status.total()
             counts.rows_started_s = counts.finished_s = self._clock()
             self._sample()
+
+    def add_counts(self, rows: Tally) -> None:
+        """As `add_rows`, counted already."""
+        with self._lock:
+            counts = self._counts
+            counts.by_status.update(rows.by_status)
+            counts.prompt_tokens += rows.prompt_tokens
+            counts.completion_tokens += rows.completion_tokens
+            counts.finished_s = self._clock()
+            self._stall_said_s = None
 
     def add_rows(self, rows: Iterable[RowLike]) -> None:
         """Rows that got their result."""

@@ -219,7 +219,8 @@ def _source(spec: JobSpec, schema: pa.Schema) -> _Source:
 
 
 def _chat(spec: JobSpec, tokenizer: ChatTokenizer | None) -> ChatTokenizer | None:
-    if tokenizer is None or spec.prompt.raw:
+    answers = spec.task == "generate" or bool(spec.encode.choices)
+    if tokenizer is None or spec.prompt.raw or not answers:
         return None
     if tokenizer.has_chat_template:
         return tokenizer

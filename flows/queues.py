@@ -130,11 +130,20 @@ class Outbox(Generic[T]):
 
     Args:
         max_items: `put` waits while that many are queued.
+        weigh: as how many items one counts.
         clock: seconds, monotonic.
     """
 
-    def __init__(self, max_items: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        max_items: int,
+        *,
+        weigh: Callable[[T], int] = lambda _: 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._max_items = max_items
+        self._weigh = weigh
+        self._weight = 0
         self._items: deque[T] = deque()
         self._changed = threading.Condition()
         self._clock = clock
@@ -148,10 +157,11 @@ class Outbox(Generic[T]):
             Stopped: nobody will read any more.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._stopped or len(self._items) < self._max_items)
+            self._changed.wait_for(lambda: self._stopped or self._weight < self._max_items)
             if self._stopped:
                 raise Stopped
             self._items.extend(items)
+            self._weight += sum(map(self._weigh, items))
             self._changed.notify_all()
 
     def take(self, *, timeout_s: float) -> list[T]:
@@ -161,6 +171,7 @@ class Outbox(Generic[T]):
             self._woken = False
             taken = list(self._items)
             self._items.clear()
+            self._weight = 0
             self._changed.notify_all()
             return taken
 

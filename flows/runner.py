@@ -21,13 +21,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from flows.busy import BusyTimes
-from flows.collector import Collector, Item, OpenShard
+from flows.collector import QUEUE_ITEMS, Collector, Item, OpenShard, item_weight
 from flows.errors import SpecError
-from flows.fleet.coordinator import MESSAGES, Coordinator
+from flows.fleet.coordinator import Coordinator
 from flows.fleet.links import Deliver, Link, LocalLink, ProcessLink
+from flows.fleet.make_worker import make_worker
 from flows.fleet.messages import OpenModel, WorkerSetup
 from flows.fleet.places import default_workers, places
-from flows.fleet.worker import Worker
 from flows.journal import Journal
 from flows.model import Model, open_model
 from flows.prepare import PreparedJob, prepare
@@ -57,8 +57,10 @@ OPEN_ROWS = 8192
 STEP_TIMEOUT_S = 600.0
 """No step takes that long: what does has lost its device."""
 
-KV_BYTES_PER_S = 0.5e9
-"""How fast keys and values travel between two processes of a machine, all copies included."""
+KV_BYTES_PER_S = 0.15e9
+"""How fast keys and values travel between two processes of a machine through a third one, all
+copies included: 300 MB took 2.3 s on two cores (`tests/bench/tail.py`).
+"""
 
 
 class JobRunner:
@@ -99,7 +101,7 @@ class JobRunner:
         self._clock = clock
         self._step_timeout_s = step_timeout_s
         self._threads = ThreadGroup(on_failure=self._interrupt)
-        self._outbox: Outbox[Item] = Outbox(MESSAGES)
+        self._outbox: Outbox[Item] = Outbox(QUEUE_ITEMS, weigh=item_weight)
         self._coordinator: Coordinator | None = None
         self._collector: Collector | None = None
         self._shard_runs = ShardRuns(clock=clock)
@@ -146,7 +148,7 @@ class JobRunner:
         self.progress.set_phase("loading the model")
         if self.spec.engine.cluster is not None and self._given_model is None:
             self._join_cluster(self.spec.engine.cluster)
-        self._reader = RowReader(self.job.dataset, ())
+        self._reader = RowReader(self.journal.ledger.dataset, ())
         if self.num_workers is not None and self._fleet is None:
             self._places = places(self.num_workers, self.spec.engine.device)
         names = [f"worker-{index}" for index in range(self.num_workers or 0)] or [""]
@@ -157,6 +159,7 @@ class JobRunner:
             find_row_id=self._find_row_id,
             clock=self._clock,
             kv_bytes_per_s=KV_BYTES_PER_S,
+            start_timeout_s=self.spec.engine.start_timeout_s,
             on_ready=self._note_memory,
             on_assign=self._shard_runs.started,
         )
@@ -191,15 +194,16 @@ class JobRunner:
     def _make_link(self, index: int, deliver: Deliver) -> Link:
         setup = WorkerSetup(
             spec=self.spec,
-            dataset=self.job.dataset,
+            dataset=self.journal.ledger.dataset,
             open_model=self._find_model,
             num_workers=self._fleet.workers_a_host if self._fleet else self.num_workers or 1,
             step_timeout_s=self._step_timeout_s,
             reports=self.num_workers is not None,
+            max_texts=self.journal.ledger.record.max_texts,
         )
         if self.num_workers is None:
             model = replace(self.model, load_tokenizer=lambda: self._tokenizer)
-            worker = Worker(setup, deliver, model=model, clock=self._clock, busy=self._busy)
+            worker = make_worker(setup, deliver, model=model, clock=self._clock, busy=self._busy)
             return LocalLink(worker, deliver)
         if self._fleet is not None:
             return self._fleet.make_link(setup, index, deliver)

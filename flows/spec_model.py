@@ -14,12 +14,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 from flows.credentials import check_slug, needs_credentials
 
-Task = Literal["generate"]
+Task = Literal["generate", "embed", "classify", "score"]
 OnTooLong = Literal["error", "truncate_left", "truncate_right", "fail"]
 PolicyName = Literal["hybrid", "exclusive", "mixed"]
 SizingName = Literal["moments", "paper", "paper_sigma"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
+PoolingName = Literal["mean", "cls", "max", "last"]
+VectorDtype = Literal["float32", "float16"]
+
+DEFAULT_MODELS: dict[Task, str] = {"embed": "minilm"}
+"""By task; else `smollm2`."""
 
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*(%|[KMGT]i?B)", re.IGNORECASE)
 _MULTIPLES = {"K": 1, "M": 2, "G": 3, "T": 4}
@@ -175,6 +180,12 @@ class EngineSpec(_Spec):
         "Workers as Ray actors: 'auto', ray://HOST:PORT, or 'local', which starts a cluster.",
     )  # fmt: skip
 
+    start_timeout_s: float = _field(
+        600.0, 11, "Start timeout",
+        "Seconds in which a worker process has to load its model; else it is started again.",
+        gt=0.0,
+    )  # fmt: skip
+
     @field_validator("memory")
     @classmethod
     def _check_memory(cls, value: str | None) -> str | None:
@@ -199,6 +210,40 @@ class EngineSpec(_Spec):
         return int(number * (1024 if "I" in unit else 1000) ** _MULTIPLES[unit[0]])
 
 
+class EncodeSpec(_Spec):
+    """Of the tasks that give numbers for a text: embed, classify and score."""
+
+    vector_dtype: VectorDtype = _field(
+        "float32", 0, "Vector data type", "In which embeddings are written."
+    )
+    normalize: bool | None = _field(
+        None, 1, "Normalize", "Embeddings of length 1; by default as the model says."
+    )
+    pooling: PoolingName | None = _field(
+        None, 2, "Pooling", "How tokens become one embedding; by default as the model says."
+    )
+    prompt_name: NonEmpty | None = _field(
+        None, 3, "Prompt name",
+        "Which of the model's own prompts is put before each text; by default its default one.",
+    )  # fmt: skip
+    choices: tuple[NonEmpty, ...] = _field(
+        (), 4, "Choices",
+        "Labels that a language model chooses from, by their likelihood behind the prompt; "
+        "repeat the option. Without them the model's own classification head is used.",
+        cli="--choice",
+    )  # fmt: skip
+    min_texts: int | None = _field(
+        None, 5, "Superbatch minimum",
+        "Partitions are encoded together until there are that many texts; by default by cost.",
+        cli="--superbatch-min", ge=1,
+    )  # fmt: skip
+    max_texts: int | None = _field(
+        None, 6, "Superbatch maximum",
+        "Most texts encoded in one call, and in memory; by default by memory.",
+        cli="--superbatch-max", ge=1,
+    )  # fmt: skip
+
+
 class JobSpec(_Spec):
     """A job: a model over every row of a dataset.
 
@@ -216,11 +261,18 @@ class JobSpec(_Spec):
         description="Where prompts come from; a bare string is a template.",
         json_schema_extra={"position": 1},
     )
-    model: NonEmpty = _field(
-        "smollm2", 2, "Model", "Hugging Face folder, hub id, GGUF file, or smollm2 (embedded)."
-    )
-    revision: NonEmpty | None = _field(None, 3, "Revision", "Branch, tag or commit of a hub model.")
-    task: Task = _field("generate", 4, "Task", "What the model does with a row.")
+    task: Task = _field(
+        "generate", 2, "Task",
+        "What the model does with a row: generate text, embed it, classify it, or score it (its "
+        "log-likelihood).",
+    )  # fmt: skip
+    model: str = _field(
+        "", 3, "Model",
+        "Hugging Face folder, hub id, GGUF file, smollm2 or minilm (both embedded); by default "
+        "minilm to embed, else smollm2.",
+        validate_default=True,
+    )  # fmt: skip
+    revision: NonEmpty | None = _field(None, 4, "Revision", "Branch, tag or commit of a hub model.")
     output: str = _field(
         "", 5, "Output", "Directory or fsspec URL; by default ./out/<name of the input>.",
         validate_default=True,
@@ -242,9 +294,12 @@ class JobSpec(_Spec):
         None, 10, "Output schema", "JSON schema of the answers: a file, or inline JSON."
     )
     guided: bool = _field(True, 11, "Guided", "With a schema: only tokens that meet it are drawn.")
-    on_too_long: OnTooLong = _field(
-        "error", 12, "On too long",
-        "A prompt without room for an answer: an error row, cut on a side, or the job fails.",
+    on_too_long: OnTooLong | None = _field(
+        None, 12, "On too long",
+        "A text that the model cannot take whole, or a prompt without room for an answer: an error "
+        "row, cut on a side, or the job fails; by default cut on the right to embed, else an error "
+        "row.",
+        validate_default=True,
     )  # fmt: skip
     engine: EngineSpec = Field(
         default_factory=EngineSpec,
@@ -277,6 +332,17 @@ class JobSpec(_Spec):
         None, 20, "Credentials",
         "Prefect block for s3:// URLs, such as aws-credentials/prod; by default the AWS chain.",
     )  # fmt: skip
+    partition_by: tuple[Column, ...] = _field(
+        (), 21, "Partition by",
+        "Columns whose values part the output: one file for each, in folders COLUMN=VALUE (a,b or "
+        "repeated).",
+    )  # fmt: skip
+    encode: EncodeSpec = Field(
+        default_factory=EncodeSpec,
+        title="Encode",
+        description="Of the tasks embed, classify and score.",
+        json_schema_extra={"position": 22},
+    )
 
     @field_validator("credentials")
     @classmethod
@@ -289,6 +355,16 @@ class JobSpec(_Spec):
     @classmethod
     def _template_of(cls, value: Any) -> Any:
         return {"template": value} if isinstance(value, str) else value
+
+    @field_validator("model")
+    @classmethod
+    def _derive_model(cls, value: str, info: ValidationInfo) -> str:
+        return value or DEFAULT_MODELS.get(info.data.get("task", "generate"), "smollm2")
+
+    @field_validator("on_too_long")
+    @classmethod
+    def _derive_on_too_long(cls, value: OnTooLong | None, info: ValidationInfo) -> OnTooLong:
+        return value or ("truncate_right" if info.data.get("task") == "embed" else "error")
 
     @field_validator("output")
     @classmethod
@@ -317,6 +393,7 @@ def _contradictions(spec: JobSpec) -> Iterator[str]:
     yield from _prompt_contradictions(spec.prompt)
     yield from _sampling_contradictions(spec.sampling)
     yield from _engine_contradictions(spec.engine)
+    yield from _task_contradictions(spec)
     if spec.retry_errors and spec.overwrite:
         yield "retry_errors keeps the good rows and overwrite deletes all; give one of them"
     if len(set(spec.keep_columns)) < len(spec.keep_columns):
@@ -330,6 +407,53 @@ def _contradictions(spec: JobSpec) -> Iterator[str]:
             yield "ignore_eos never ends what output_schema ends; leave one out, or turn guided off"
         if spec.sampling.min_tokens:
             yield "min_tokens may forbid the end that output_schema asks for; leave min_tokens out"
+
+
+def _task_contradictions(spec: JobSpec) -> Iterator[str]:
+    encode = spec.encode
+    if spec.task == "generate":
+        for name in EncodeSpec.model_fields:
+            if getattr(encode, name) != EncodeSpec.model_fields[name].default:
+                yield f"encode.{name} is for the tasks embed, classify and score, not for generate"
+        if spec.partition_by:
+            yield "partition_by is for the tasks embed, classify and score, not for generate"
+        return
+    if spec.sampling != SamplingSpec():
+        yield f"sampling is for the task generate; leave it out with task {spec.task}"
+    if spec.output_schema is not None:
+        yield f"output_schema is for the task generate; leave it out with task {spec.task}"
+    if len(set(spec.partition_by)) < len(spec.partition_by):
+        yield f"partition_by names a column twice: {', '.join(spec.partition_by)}; name it once"
+    if encode.min_texts and encode.max_texts and encode.min_texts > encode.max_texts:
+        yield (
+            f"encode.min_texts is {encode.min_texts} and max_texts {encode.max_texts}; "
+            "lower the first or raise the second"
+        )
+    if spec.task != "embed":
+        for name in ("vector_dtype", "normalize", "pooling", "prompt_name"):
+            if getattr(encode, name) != EncodeSpec.model_fields[name].default:
+                yield f"encode.{name} is for the task embed, not for {spec.task}"
+    if not encode.choices and (spec.prompt.messages_column or spec.prompt.system):
+        yield (
+            f"messages_column and system are for models that answer; the task {spec.task} takes a "
+            "text: give a prompt (a template) or prompt_column"
+        )
+    yield from _choice_contradictions(spec)
+
+
+def _choice_contradictions(spec: JobSpec) -> Iterator[str]:
+    choices = spec.encode.choices
+    if choices and spec.task != "classify":
+        yield f"choices are for the task classify, not for {spec.task}"
+    if len(choices) == 1:
+        yield f"choices has only {choices[0]!r}; give at least two"
+    if len(set(choices)) < len(choices):
+        yield f"choices names one twice: {', '.join(choices)}; name it once"
+    if spec.task == "classify" and not choices and spec.model == "smollm2":
+        yield (
+            "smollm2 has no classification head; give choices, or a model with a head (such as "
+            "BertForSequenceClassification)"
+        )
 
 
 def _prompt_contradictions(prompt: PromptSpec) -> Iterator[str]:

@@ -28,6 +28,8 @@ class JobSummary:
         num_short_steps: of these, steps in which KV memory ran short and sequences had to wait.
         overflow_probability: the bound on their share that the run was planned with.
         num_retries: requests to an object store that this run repeated.
+        rows_per_s: rows of this run per second, start-up excluded; given for tasks that encode,
+            whose rows have no completion.
     """
 
     total_rows: int
@@ -44,6 +46,7 @@ class JobSummary:
     num_short_steps: int = 0
     overflow_probability: float = 0.01
     num_retries: int = 0
+    rows_per_s: float | None = None
 
     @property
     def num_done(self) -> int:
@@ -75,11 +78,15 @@ class JobSummary:
             yield f"status {status}", str(count)
         for reason, count in ordered(self.by_finish_reason):
             yield f"finish {reason}", str(count)
-        yield "prompt tokens", f"{self.prompt_tokens:,}"
-        yield "completion tokens", f"{self.completion_tokens:,}"
-        yield "tokens/s", f"{self.tokens_per_s:,.1f}"
+        if self.rows_per_s is None:
+            yield "prompt tokens", f"{self.prompt_tokens:,}"
+            yield "completion tokens", f"{self.completion_tokens:,}"
+            yield "tokens/s", f"{self.tokens_per_s:,.1f}"
+        else:
+            yield "text tokens", f"{self.prompt_tokens:,}"
+            yield "rows/s", f"{self.rows_per_s:,.1f}"
         yield "time", duration(self.elapsed_s)
-        if self.num_steps:
+        if self.num_steps and self.rows_per_s is None:
             short, bound = self.num_short_steps, self.overflow_probability
             yield "KV memory", f"short in {short} of {self.num_steps} steps (bound {bound:.2%})"
         if self.num_retries:

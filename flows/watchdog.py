@@ -11,8 +11,12 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from schedulers.view import SeqId
 from workers.backends.base import Backend, Batch, Executed, KVBlocks
+from workers.encoding import EncodeBackend, PackedTexts
 
 
 class Step(NamedTuple):
@@ -59,6 +63,26 @@ class WatchedBackend:
         self._backend.close()
 
 
+class WatchedEncoder:
+    """The same for an encoder's backend: micro-batches are its steps."""
+
+    def __init__(self, backend: EncodeBackend, *, clock: Callable[[], float]) -> None:
+        self.info = backend.info
+        self.step: Step | None = None
+        self._backend = backend
+        self._clock = clock
+
+    def execute(self, texts: PackedTexts) -> NDArray[np.float32]:
+        self.step = Step(self._clock(), texts.num_tokens, len(texts))
+        try:
+            return self._backend.execute(texts)
+        finally:
+            self.step = None
+
+    def close(self) -> None:
+        self._backend.close()
+
+
 class Watchdog:
     """Waits for a step that takes too long.
 
@@ -71,7 +95,7 @@ class Watchdog:
 
     def __init__(
         self,
-        backend: WatchedBackend,
+        backend: WatchedBackend | WatchedEncoder,
         *,
         step_timeout_s: float,
         stop_grace_s: float,

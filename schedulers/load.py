@@ -108,20 +108,28 @@ def load_of(parts: Sequence[Part], cost: StepCost) -> Load:
     )
 
 
-def choose_given(parts: Sequence[Part], waiting: Sequence[bool], share_s: float) -> list[int]:
+def choose_given(
+    parts: Sequence[Part], waiting: Sequence[bool], share_s: float, *, move_s: Sequence[float]
+) -> list[int]:
     """Which sequences a worker gives away to make about `share_s` of work: some of those that wait,
-    or all of them and some of those that run.
+    or all of them and some of those that run and are worth their way.
 
     Args:
         parts: of all its sequences.
         waiting: whether each has not started.
         share_s: seconds of work.
+        move_s: seconds for which moving each keeps a worker from its steps, once it runs; the
+            other worker pays as much.
     """
     waits = [index for index, waits in enumerate(waiting) if waits]
     waiting_s = sum(parts[index].work_s for index in waits)
     if waiting_s >= share_s:
         return [waits[at] for at in choose_share([parts[index] for index in waits], share_s)]
-    runs = [index for index, waits in enumerate(waiting) if not waits]
+    runs = [
+        index
+        for index, waits in enumerate(waiting)
+        if not waits and parts[index].work_s > 2 * move_s[index]
+    ]
     chosen = choose_share([parts[index] for index in runs], share_s - waiting_s)
     return [*waits, *(runs[at] for at in chosen)]
 

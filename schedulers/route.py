@@ -7,6 +7,7 @@ the one that would end last, unless moving it costs more than it saves.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -88,14 +89,28 @@ def _move(thief: int, victim: int, own: Load, other: Load) -> Steal | None:
     return Steal(thief, victim, share_s, gain_s)
 
 
-def carries_kv(num_tokens: int, *, token_s: float, token_bytes: int, bytes_per_s: float) -> bool:
-    """Whether a half-done sequence's keys and values should travel with it, or be computed again:
-    whichever is sooner.
+class Way(NamedTuple):
+    """How a half-done sequence's keys and values come to another worker.
 
-    Args:
-        num_tokens: that are in KV memory.
-        token_s: seconds to compute one of them.
+    Attributes:
+        token_s: seconds to compute one token of it again.
         token_bytes: of its keys and values.
-        bytes_per_s: of the way between the two, copies at both ends included.
+        bytes_per_s: of the way between the two, copies at both ends included; 0: there is none.
     """
-    return num_tokens * token_bytes / bytes_per_s < num_tokens * token_s
+
+    token_s: float
+    token_bytes: int
+    bytes_per_s: float
+
+    @property
+    def carries_kv(self) -> bool:
+        """Whether they travel, or are computed again: whichever is sooner."""
+        return self._carried_s < self.token_s
+
+    def move_s(self, num_tokens: int) -> float:
+        """Seconds that it takes with so many tokens in KV memory."""
+        return num_tokens * min(self._carried_s, self.token_s)
+
+    @property
+    def _carried_s(self) -> float:
+        return self.token_bytes / self.bytes_per_s if self.bytes_per_s else math.inf

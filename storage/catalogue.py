@@ -17,7 +17,8 @@ import duckdb
 import orjson
 import pyarrow as pa
 
-from storage.ledger import Ledger
+from storage.hive import encoded
+from storage.ledger import RESULTS, Ledger
 from storage.results import Status, result_schema
 from storage.source import Dataset
 from storage.telemetry import TABLES
@@ -136,13 +137,26 @@ class Catalogue:
     def _write(self, con: duckdb.DuckDBPyConnection, ledger: Ledger) -> None:
         con.begin()
         write_job(con, ledger)
-        results = result_schema(self._dataset.schema, ledger.record.columns)
-        self._view(con, "results", bool(ledger.committed), results)
+        self._results(con, ledger)
         for table, schema in TABLES.items():
             files = (self._folder / "telemetry" / table).glob("*.parquet")
             self._view(con, f"telemetry/{table}", any(files), schema)
         con.execute(STEP_COSTS)
         con.commit()
+
+    def _results(self, con: duckdb.DuckDBPyConnection, ledger: Ledger) -> None:
+        schema = result_schema(ledger.dataset.schema, ledger.record.columns)
+        if ledger.partitions is None:
+            self._view(con, "results", bool(ledger.committed), schema)
+            return
+        keys = ledger.partitions.keys.schema
+        if not ledger.committed:
+            empty_view(con, "results", pa.unify_schemas([schema, keys]))
+        elif not _is_filled(con):  # to look at 100,000 folders again would take seconds
+            folder = no_glob(str(self._folder.resolve()))
+            source = hive_source(con, f"{folder}/{RESULTS}/**/*.parquet", schema, keys)
+            con.execute(f"CREATE OR REPLACE VIEW results AS {source}")
+            con.execute(f"COMMENT ON VIEW results IS {quoted(FILLED)}")
 
     def _view(
         self, con: duckdb.DuckDBPyConnection, folder: str, filled: bool, schema: pa.Schema
@@ -156,14 +170,57 @@ class Catalogue:
                 f"{quoted(files)}, union_by_name = true)"
             )
             return
-        con.register("empty_rows", schema.empty_table())
-        con.execute("CREATE OR REPLACE TEMP TABLE typed AS FROM empty_rows")
-        con.unregister("empty_rows")
-        columns = ", ".join(
-            f"NULL::{kind} AS {_name(column)}"
-            for column, kind, *_ in con.execute("DESCRIBE typed").fetchall()
-        )
-        con.execute(f"CREATE OR REPLACE VIEW {name} AS SELECT {columns} WHERE false")
+        empty_view(con, name, schema)
+
+
+FILLED = "One file a partition; the folders' names are its key."
+
+
+def _is_filled(con: duckdb.DuckDBPyConnection) -> bool:
+    """Whether the view of partitioned results is over their files already."""
+    found = con.execute("SELECT comment FROM duckdb_views() WHERE view_name = 'results'").fetchall()
+    return found == [(FILLED,)]
+
+
+def empty_view(con: duckdb.DuckDBPyConnection, name: str, schema: pa.Schema) -> None:
+    """A view without rows, with the types that the files' own would have."""
+    columns = ", ".join(
+        f"NULL::{kind} AS {_name(column)}" for column, kind in duckdb_types(con, schema).items()
+    )
+    con.execute(f"CREATE OR REPLACE VIEW {name} AS SELECT {columns} WHERE false")
+
+
+def duckdb_types(con: duckdb.DuckDBPyConnection, schema: pa.Schema) -> dict[str, str]:
+    """DuckDB's name of each column's type."""
+    con.register("empty_rows", schema.empty_table())
+    con.execute("CREATE OR REPLACE TEMP TABLE typed AS FROM empty_rows")
+    con.unregister("empty_rows")
+    return {name: kind for name, kind, *_ in con.execute("DESCRIBE typed").fetchall()}
+
+
+def hive_source(
+    con: duckdb.DuckDBPyConnection, files: str, schema: pa.Schema, keys: pa.Schema
+) -> str:
+    """A query over the files of partitions, with their keys behind the files' own columns.
+
+    The keys' types are told: DuckDB would make the number 7 of the text `007`.
+
+    Args:
+        con: to name types with.
+        files: a glob.
+        schema: of the files.
+        keys: key columns.
+    """
+    folders = {name: encoded(name) for name in keys.names}
+    types = ", ".join(
+        f"{quoted(folders[name])}: {quoted(kind)}" for name, kind in duckdb_types(con, keys).items()
+    )
+    columns = [_name(name) for name in schema.names]
+    columns += [f"{_name(folder)} AS {_name(name)}" for name, folder in folders.items()]
+    return (
+        f"FROM read_parquet({quoted(files)}, hive_partitioning = true, hive_types = {{{types}}}) "
+        f"SELECT {', '.join(columns)}"
+    )
 
 
 def write_job(con: duckdb.DuckDBPyConnection, ledger: Ledger) -> None:

@@ -4,7 +4,10 @@
     OUTPUT/_lease.json                           who is writing                        (`lease.py`)
     OUTPUT/_checkpoints/shard-00000/part-*.parquet  finished rows of open shards       (`writer.py`)
     OUTPUT/results/shard-00000.parquet           all rows of a shard, in input order
+    OUTPUT/results/KEY=VALUE/part-00000.parquet  all rows of a partition, where a job has those
     OUTPUT/_markers/shard-00000.json             written last: the shard is committed
+    OUTPUT/_plan/partitions.parquet              which partitions each shard has   (`partitions.py`)
+    OUTPUT/_input/part-*.parquet                 the input grouped by its keys       (`grouping.py`)
     OUTPUT/telemetry/, OUTPUT/job.duckdb         what happened
 
 The order of a commit, and what a crash after each step leaves, is in `README.md`.
@@ -19,20 +22,23 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from storage.errors import OutputError, OutputMismatch
+from storage.grouping import GROUPED, open_grouped
 from storage.lease import LEASE, Lease
 from storage.marker import MARKERS, ShardSummary, count_again, marker_name, read_marker
 from storage.objects import TMP, ObjectStore
+from storage.partitions import PLAN, PartitionPlan, ShardPartitions
 from storage.parts import CHECKPOINTS, parts_folder
 from storage.record import JobRecord, differences
 from storage.results import computed_fields, result_schema
 from storage.shards import Shard
 from storage.source import Dataset
-from storage.writer import ShardWriter, rewrite_kept
+from storage.writer import RESULTS, ShardWriter, result_files, rewrite_kept
 
 JOB = "job.json"
-RESULTS = "results"
 TELEMETRY = "telemetry"
-OWNED_FOLDERS = (MARKERS, RESULTS, CHECKPOINTS, TELEMETRY, TMP)
+OWNED_FOLDERS = (MARKERS, RESULTS, CHECKPOINTS, TELEMETRY, TMP, PLAN, GROUPED)
+BEFORE_RECORD = (TMP, PLAN, GROUPED)
+"""Folders that a run makes before its record: one that was killed leaves them alone."""
 OWNED_FILES = ("job.duckdb", "job.duckdb.wal", "report.html", LEASE)
 
 
@@ -48,14 +54,41 @@ class Opened(NamedTuple):
     resumed: bool
 
 
+class NewOutput(NamedTuple):
+    """An output whose job is being planned.
+
+    Attributes:
+        store: where; what is grouped goes there.
+        beat: to be called every few seconds while planning takes long; shows that the run is alive.
+    """
+
+    store: ObjectStore
+    beat: Callable[[], None]
+
+
+class PlannedJob(NamedTuple):
+    """A job whose shards are runs of partitions.
+
+    Attributes:
+        record: with the shards of `storage.partitions.plan_partitions`.
+        partitions: of the shards.
+        dataset: the input that the shards are of: the given one, or as it was grouped.
+    """
+
+    record: JobRecord
+    partitions: PartitionPlan
+    dataset: Dataset
+
+
 class Ledger:
     """The ledger of one output, held by one run. Made by `open`.
 
     Args:
         store: the output.
         record: the job.
-        dataset: its input, for the kept columns.
+        dataset: what its shards are of.
         lease: held.
+        partitions: of the shards; None: each has one file.
         on_step: told the name of every step of a commit (tests stop there).
     """
 
@@ -66,11 +99,13 @@ class Ledger:
         dataset: Dataset,
         lease: Lease,
         *,
+        partitions: PartitionPlan | None = None,
         on_step: Callable[[str], None],
     ) -> None:
         self.store = store
         self.record = record
-        self._dataset = dataset
+        self.dataset = dataset
+        self.partitions = partitions
         self._lease = lease
         self._on_step = on_step
         self._committed = _read_markers(store)
@@ -83,7 +118,7 @@ class Ledger:
         dataset: Dataset,
         generation: Mapping[str, Any],
         output: Mapping[str, Any],
-        make_record: Callable[[], JobRecord],
+        make_record: Callable[[NewOutput], JobRecord | PlannedJob],
         overwrite: bool = False,
         storage_options: Mapping[str, Any] | None = None,
         wall_clock: Callable[[], float] = time.time,
@@ -93,7 +128,8 @@ class Ledger:
 
         Args:
             url: the output.
-            dataset: the input.
+            dataset: the input. Where the job's record says that it was grouped, the ledger's own
+                `dataset` is the grouped one, and that is what its shards are of.
             generation: the job's fingerprint; another one than stored is refused.
             output: keys that only change how results are written; if they differ, committed shards
                 are written anew from what was generated.
@@ -128,10 +164,17 @@ class Ledger:
             record = _read_record(store)
             resumed = record is not None
             if record is None:
-                record = make_record()
-                result_schema(dataset.schema, record.columns)  # a name clash is found now
-                store.write(JOB, record.to_bytes())
-            ledger = cls(store, record, dataset, lease, on_step=on_step)
+                job = _begin(store, dataset, make_record(NewOutput(store, lease.beat)))
+            else:
+                job = _go_on(store, dataset, record)
+            ledger = cls(
+                store,
+                job.record,
+                job.dataset,
+                lease,
+                partitions=job.partitions,
+                on_step=on_step,
+            )
             ledger._settle(output)
         except BaseException:
             lease.release()
@@ -167,12 +210,16 @@ class Ledger:
         return ShardWriter(
             self.store,
             shard,
-            self._dataset,
+            self.dataset,
             self.record.columns,
             committed=self._committed.get(shard.index),
             retry_errors=retry_errors,
+            partitions=self._partitions_of(shard),
             on_step=self._on_step,
         )
+
+    def _partitions_of(self, shard: Shard) -> ShardPartitions | None:
+        return None if self.partitions is None else self.partitions.of(shard.index)
 
     def note_committed(self, summary: ShardSummary) -> None:
         """A writer of this ledger has committed a shard."""
@@ -201,31 +248,41 @@ class Ledger:
         if differences(self.record.output, output):
             kept = tuple(output.get("keep_columns", self.record.columns.kept))
             columns = replace(self.record.columns, kept=kept)
-            result_schema(self._dataset.schema, columns)
+            result_schema(self.dataset.schema, columns)
             self.record = replace(self.record, output=dict(output), columns=columns)
             self.store.write(JOB, self.record.to_bytes())
         self._check_results()
         for index, summary in sorted(self._committed.items()):
             if summary.kept != self.record.columns.kept:
                 self._committed[index] = rewrite_kept(
-                    self.store, self.shards[index], self._dataset, self.record.columns, summary
+                    self.store,
+                    self.shards[index],
+                    self.dataset,
+                    self.record.columns,
+                    summary,
+                    self._partitions_of(self.shards[index]),
                 )
         self._delete_stale_parts()
 
     def _check_results(self) -> None:
-        """Each marker has its file, of its size. A shard without one is computed again; a file that
-        was replaced and then not marked is whole, so it is counted.
+        """Each marker has its files, of their size. A shard that lacks one is computed again; files
+        that were replaced and then not marked are whole, so they are counted.
         """
+        if not self._committed:
+            return
         computed = {field.name for field in computed_fields(self.record.columns)}
-        sizes = self.store.sizes(RESULTS)
+        is_deep = self.partitions is not None
+        sizes = self.store.sizes_below(RESULTS) if is_deep else self.store.sizes(RESULTS)
         for index, summary in sorted(self._committed.items()):
-            name = self.shards[index].name
-            if summary.file not in sizes:
-                self.store.delete(marker_name(name))
+            shard = self.shards[index]
+            files = result_files(summary, self._partitions_of(shard))
+            found = [sizes[name] for name in files if name in sizes]
+            if len(found) < len(files):
+                self.store.delete(marker_name(shard.name))
                 del self._committed[index]
-            elif summary.num_bytes != sizes[summary.file]:
-                counted = count_again(self.store, summary, computed)
-                self.store.write(marker_name(name), counted.to_json())
+            elif summary.num_bytes != sum(found):
+                counted = count_again(self.store, summary, files, computed)
+                self.store.write(marker_name(shard.name), counted.to_json())
                 self._committed[index] = counted
 
     def _delete_stale_parts(self) -> None:
@@ -238,6 +295,36 @@ class Ledger:
                 folder = parts_folder(self.shards[index].name, round_)
                 if folder in found:
                     self.store.delete_folder(folder)
+
+
+class _Job(NamedTuple):
+    """A record, and what belongs to it."""
+
+    record: JobRecord
+    partitions: PartitionPlan | None
+    dataset: Dataset
+
+
+def _begin(store: ObjectStore, dataset: Dataset, made: JobRecord | PlannedJob) -> _Job:
+    """Write a new job's record, and its partitions before: a record has them always."""
+    job = _Job(made, None, dataset) if isinstance(made, JobRecord) else _Job(*made)
+    result_schema(job.dataset.schema, job.record.columns)  # a name clash is found now
+    if job.partitions is not None:
+        job.partitions.check(job.record.shards)
+        job.partitions.write(store)
+    store.write(JOB, job.record.to_bytes())
+    return job
+
+
+def _go_on(store: ObjectStore, dataset: Dataset, record: JobRecord) -> _Job:
+    """What belongs to the record of an output."""
+    if record.grouped:
+        dataset = open_grouped(store)
+    if not record.columns.partition_by:
+        return _Job(record, None, dataset)
+    partitions = PartitionPlan.read(store)
+    partitions.check(record.shards)
+    return _Job(record, partitions, dataset)
 
 
 def _read_record(store: ObjectStore) -> JobRecord | None:
@@ -270,7 +357,7 @@ def _only_ours(store: ObjectStore) -> bool:
     """True for what a run leaves that was killed before its first file."""
     others = [name for name in store.list("") if name.strip("/") not in OWNED_FILES]
     folders = [name.strip("/") for name in store.list_folders("")]
-    return not others and all(name == TMP for name in folders)
+    return not others and all(name in BEFORE_RECORD for name in folders)
 
 
 def _delete_job(store: ObjectStore) -> None:

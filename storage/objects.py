@@ -40,6 +40,7 @@ class ObjectStore:
 
     def __init__(self, url: str, *, storage_options: Mapping[str, Any] | None = None) -> None:
         self.url = url.rstrip("/") or "/"
+        self.storage_options = dict(storage_options or {})
         self.fs, self.root = open_filesystem(url, storage_options, fault=OutputError)
         self.root = self.root.rstrip("/")
         self.is_local = isinstance(self.fs, LocalFileSystem)
@@ -123,6 +124,9 @@ class ObjectStore:
         for name in self.list(TMP):
             if DRAFT in name.rpartition("/")[2]:
                 self.delete(name)
+        for folder in self.list_folders(TMP):
+            if DRAFT in folder.rpartition("/")[2]:
+                self.delete_folder(folder)
 
     def _abort_uploads(self) -> None:
         """Nobody sees an upload before its end, but its parts are stored and paid for. The output
@@ -229,6 +233,19 @@ class ObjectStore:
         """Bytes of the files in a folder, by names relative to the root."""
         return {f"{folder}/{name}": size for name, kind, size in self._ls(folder) if kind == "file"}
 
+    def sizes_below(self, folder: str) -> dict[str, int]:
+        """Bytes of the files in a folder and all folders below, by names relative to the root."""
+        if self.is_local:
+            return dict(_local_sizes(self.path(folder), folder))
+        self.fs.invalidate_cache()
+        found = self.fs.find(self.path(folder), detail=True)
+        start = len(self.fs._strip_protocol(self.root).rstrip("/")) + 1
+        return {
+            path[start:]: item["size"] or 0
+            for path, item in found.items()
+            if item["type"] == "file" and not path.endswith("/")
+        }
+
     def list_folders(self, folder: str) -> list[str]:
         """Names of the folders in a folder, relative to the root, sorted."""
         names = (name for name, kind, _ in self._ls(folder) if kind == "directory")
@@ -264,6 +281,20 @@ class ObjectStore:
             self.fs.rm(self.path(folder), recursive=True)
         except FileNotFoundError:
             return
+
+
+def _local_sizes(path: str, name: str) -> Iterator[tuple[str, int]]:
+    """Files below a folder of this machine; nothing when it is not there."""
+    try:
+        entries = list(os.scandir(path))
+    except FileNotFoundError:
+        return
+    for entry in entries:
+        below = f"{name}/{entry.name}"
+        if entry.is_dir(follow_symlinks=False):
+            yield from _local_sizes(entry.path, below)
+        else:
+            yield below, entry.stat().st_size
 
 
 def _replace_if(store: ConditionalStore, path: str, old: bytes, new: bytes) -> bool:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from storage.files import batches_of, part_options, row_groups
+from storage.merge import ORDINAL, SortedRows, last_of_each, merged
 from storage.objects import ObjectStore
-from storage.results import ORDINAL, ResultColumns, part_schema
+from storage.results import ResultColumns, part_schema
 
 CHECKPOINTS = "_checkpoints"
 COMPACT_PARTS = 24
 """So many parts are merged into one: opening a shard costs the same however long it has run (C7).
+"""
+LARGE_BYTES = 64 << 20
+"""A part of vectors of this size is merged no more: to write it again would cost more than it
+saves.
 """
 
 
@@ -28,6 +33,7 @@ class Parts:
     """The parts of one shard, in the order in which they were written.
 
     A row may be in several (a merge was cut short, or it was computed again): the last one counts.
+    Parts of vectors are sorted, so that they can be streamed in order.
 
     Args:
         store: the output.
@@ -46,21 +52,30 @@ class Parts:
     ) -> None:
         self.folder = folder
         self._store = store
+        self._columns = columns
         self._schema = part_schema(columns)
+        self._options = part_options(self._schema, columns)
         self._on_step = on_step
-        self._names = store.list(folder)
-        self._next = 1 + max((_number(name) for name in self._names), default=0)
+        self._sizes = dict(sorted(store.sizes(folder).items()))
+        self._next = 1 + max((_number(name) for name in self._sizes), default=0)
+
+    def __len__(self) -> int:
+        return len(self._sizes)
 
     def append(self, table: pa.Table) -> None:
-        """Write one more part, whole and durable; merge all when there are many.
+        """Write one more part, whole and durable; merge when there are many.
+
+        Args:
+            table: with vectors, sorted by ordinal.
 
         Raises:
             OutputError: it could not be written; then it is not there.
         """
-        self._write(table)
+        self._write([table])
         self._on_step("part_written")
-        if len(self._names) >= COMPACT_PARTS:
-            self._merge()
+        small = self._small()
+        if len(small) >= COMPACT_PARTS:
+            self._merge(small)
 
     def read(self, columns: list[str] | None = None) -> pa.Table:
         """All rows, each once, in order of their ordinals.
@@ -70,36 +85,63 @@ class Parts:
         """
         names = self._schema.names if columns is None else [ORDINAL, *columns]
         schema = pa.schema([self._schema.field(name) for name in names])
-        tables = [_read(self._store, name, names).cast(schema) for name in self._names]
+        tables = [_read(self._store, name, names).cast(schema) for name in self._sizes]
         return last_of_each(pa.concat_tables([schema.empty_table(), *tables]))
+
+    def sources(self) -> list[SortedRows]:
+        """The parts for `merged`; of sorted ones only."""
+        return self._sources(list(self._sizes))
 
     def delete(self) -> None:
         self._store.delete_folder(self.folder)
-        self._names = []
+        self._sizes = {}
 
-    def _write(self, table: pa.Table) -> None:
+    def _sources(self, names: list[str]) -> list[SortedRows]:
+        found = (_source(self._store, name, self._schema) for name in names)
+        return [source for source in found if source is not None]
+
+    def _small(self) -> list[str]:
+        """The parts that a merge may take: the latest ones, as the order of parts counts."""
+        names = list(self._sizes)
+        if self._columns.vector is None:
+            return names
+        large = [n for n, name in enumerate(names) if self._sizes[name] >= LARGE_BYTES]
+        return names[large[-1] + 1 :] if large else names
+
+    def _write(self, tables: Iterable[pa.Table]) -> None:
         name = f"{self.folder}/part-{self._next:06d}.parquet"
-        with self._store.writer(name, on_written=lambda: self._on_step("part_durable")) as file:
-            pq.write_table(table, file)
+        with (
+            self._store.writer(name, on_written=lambda: self._on_step("part_durable")) as file,
+            pq.ParquetWriter(file, self._schema, **self._options) as writer,
+        ):
+            for table in tables:
+                writer.write_table(table)
+            writer.close()
+            num_bytes = file.tell()
         self._next += 1
-        self._names.append(name)
+        self._sizes[name] = num_bytes
 
-    def _merge(self) -> None:
-        """Merge all parts into one. Between the two steps rows are there twice, and read once."""
-        old = list(self._names)
-        self._write(self.read())
+    def _merge(self, names: list[str]) -> None:
+        """Merge parts into one. Between the two steps rows are there twice, and read once."""
+        if self._columns.vector is None:
+            self._write([self.read()])
+        else:
+            self._write(row_groups(merged(self._sources(names))))
         self._on_step("parts_merged")
-        for name in old:
+        for name in names:
             self._store.delete(name)
+            del self._sizes[name]
             self._on_step("old_part_deleted")
-        self._names = self._names[len(old) :]
 
 
-def last_of_each(table: pa.Table) -> pa.Table:
-    """The last row of each ordinal, in order of ordinals."""
-    ordinals = table.column(ORDINAL).to_numpy()
-    _, from_end = np.unique(ordinals[::-1], return_index=True)
-    return table.take(len(ordinals) - 1 - from_end)
+def _source(store: ObjectStore, name: str, schema: pa.Schema) -> SortedRows | None:
+    """A part for `merged`: its bounds are in its footer. None: it has no rows."""
+    with store.fs.open(store.path(name), "rb") as handle:
+        metadata = pq.ParquetFile(handle).metadata
+    groups = [metadata.row_group(n).column(0).statistics for n in range(metadata.num_row_groups)]
+    if not groups or not metadata.num_rows:
+        return None
+    return SortedRows(groups[0].min, groups[-1].max, lambda: batches_of(store, name, schema))
 
 
 def _read(store: ObjectStore, name: str, columns: list[str]) -> pa.Table:

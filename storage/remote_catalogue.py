@@ -16,15 +16,19 @@ from pathlib import Path
 
 import duckdb
 import pyarrow as pa
+import pyarrow.dataset as pads
 
-from storage.catalogue import FILE, STEP_COSTS, no_glob, quoted, write_job
+from storage.catalogue import FILE, STEP_COSTS, hive_source, no_glob, quoted, write_job
 from storage.errors import StorageError
 from storage.ledger import RESULTS, TELEMETRY, Ledger
 from storage.objects import ObjectStore
 from storage.results import result_schema
 from storage.source import Dataset
 from storage.telemetry import TABLES
-from storage.views import files_of
+from storage.views import each_file, partitioned_files
+
+MEMORY = "256MB"
+"""That DuckDB may take: a job's memory is not to jump at its end."""
 
 RESULTS_BYTES = 64 << 20
 """Result files of this size in all are copied into the file; larger ones stay where they are."""
@@ -90,7 +94,7 @@ class RemoteCatalogue:
         self._folder.mkdir(parents=True, exist_ok=True)
         draft = self._folder / f"{FILE}.new"
         draft.unlink(missing_ok=True)
-        with duckdb.connect(str(draft)) as con:
+        with duckdb.connect(str(draft), config={"memory_limit": MEMORY}) as con:
             write(con)
         os.replace(draft, self.path)
 
@@ -101,25 +105,49 @@ class RemoteCatalogue:
         con.execute(STEP_COSTS)
         num_bytes = sum(summary.num_bytes for summary in ledger.committed.values())
         if num_bytes <= self._results_bytes:
-            schema = result_schema(self._dataset.schema, ledger.record.columns)
-            self._copy(con, "results", RESULTS, schema)
+            self._copy_results(con, ledger)
             self._comment(con, "TABLE", f"Copied from {self._store.url}/{RESULTS}/.")
         else:
-            self._view_of_results(con)
+            self._view_of_results(con, ledger)
+
+    def _copy_results(self, con: duckdb.DuckDBPyConnection, ledger: Ledger) -> None:
+        schema = result_schema(ledger.dataset.schema, ledger.record.columns)
+        if ledger.partitions is None:
+            self._copy(con, "results", RESULTS, schema)
+            return
+        keys = ledger.partitions.keys.schema
+        self._table(con, "results", partitioned_files(self._store, RESULTS, schema, keys))
 
     def _copy(
         self, con: duckdb.DuckDBPyConnection, table: str, folder: str, schema: pa.Schema
     ) -> None:
-        """A table with the rows of a folder's files, in the order of their names."""
-        con.register("found", files_of(self._store, folder, schema))
+        """A table with the rows of a folder's files, in the order of their names; one file at a
+        time is in memory.
+        """
+        self._table(con, table, schema.empty_table())
+        for found in each_file(self._store, folder, schema):
+            con.register("found", found)
+            con.execute(f"INSERT INTO {table} FROM found")
+            con.unregister("found")
+
+    def _table(
+        self, con: duckdb.DuckDBPyConnection, table: str, rows: pads.Dataset | pa.Table
+    ) -> None:
+        con.register("found", rows)
         con.execute(f"CREATE TABLE {table} AS FROM found")
         con.unregister("found")
 
-    def _view_of_results(self, con: duckdb.DuckDBPyConnection) -> None:
+    def _view_of_results(self, con: duckdb.DuckDBPyConnection, ledger: Ledger) -> None:
         url = self._store.url
-        files = f"{no_glob(url)}/{RESULTS}/*.parquet"
         con.register_filesystem(self._store.fs)  # to look at the files' columns
-        con.execute(f"CREATE VIEW results AS FROM read_parquet({quoted(files)})")
+        if ledger.partitions is None:
+            files = f"{no_glob(url)}/{RESULTS}/*.parquet"
+            con.execute(f"CREATE VIEW results AS FROM read_parquet({quoted(files)})")
+        else:
+            schema = result_schema(ledger.dataset.schema, ledger.record.columns)
+            files = f"{no_glob(url)}/{RESULTS}/**/*.parquet"
+            source = hive_source(con, files, schema, ledger.partitions.keys.schema)
+            con.execute(f"CREATE VIEW results AS {source}")
         scheme = url.partition("://")[0]
         self._comment(
             con, "VIEW",

@@ -9,11 +9,10 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from storage.errors import InputError
+from storage.merge import ORDINAL
+from storage.vectors import VectorSpec, computed_vector_fields
 
 Status = Literal["ok", "error", "invalid_output", "skipped"]
-
-ORDINAL = "__ordinal"
-"""Position within the shard; in checkpoint parts only."""
 
 TOP = pa.list_(pa.struct([("token_id", pa.int32()), ("logprob", pa.float32())]))
 LOGPROBS = pa.list_(pa.struct([("token_id", pa.int32()), ("logprob", pa.float32()), ("top", TOP)]))
@@ -70,11 +69,21 @@ class ResultColumns:
         kept: input columns repeated in the results.
         logprobs: log-probabilities of the first sample.
         samples: all samples, when there are several.
+        vector: the results are vectors; None: they are texts.
+        partition_by: input columns that name the folder of a row's file, in order; no files have
+            them. Without any, a shard is a file.
     """
 
     kept: tuple[str, ...] = ()
     logprobs: bool = False
     samples: bool = False
+    vector: VectorSpec | None = None
+    partition_by: tuple[str, ...] = ()
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """The kept columns that the files repeat: those that no folder names."""
+        return tuple(name for name in self.kept if name not in self.partition_by)
 
 
 _COMMON = (
@@ -94,6 +103,8 @@ _COMMON = (
 
 def computed_fields(columns: ResultColumns) -> list[pa.Field]:
     """The columns that a run computes, without the kept ones."""
+    if columns.vector is not None:
+        return computed_vector_fields(columns.vector)
     fields = [pa.field("row_id", pa.string(), nullable=False), *(pa.field(*f) for f in _COMMON)]
     if columns.logprobs:
         fields += [
@@ -109,10 +120,21 @@ def result_schema(input_schema: pa.Schema, columns: ResultColumns) -> pa.Schema:
     """The schema of the committed files: row_id, the kept columns, then what was computed.
 
     Raises:
-        InputError: a kept column is missing, or has a name that the results need.
+        InputError: a kept column, or one of `partition_by`, is missing, or has a name that the
+            results need.
     """
     first, *rest = computed_fields(columns)
     taken = {field.name for field in (first, *rest)}
+    for name in columns.partition_by:
+        if name not in input_schema.names or name in taken:
+            raise InputError(
+                f"the input cannot be partitioned by {name!r}: "
+                + (
+                    "the results have a column of that name; rename it"
+                    if name in taken
+                    else f"it has {', '.join(input_schema.names)}"
+                )
+            )
     for name in columns.kept:
         if columns.kept.count(name) > 1:
             raise InputError(f"column {name!r} is to be kept twice; name it once")
@@ -124,7 +146,7 @@ def result_schema(input_schema: pa.Schema, columns: ResultColumns) -> pa.Schema:
             raise InputError(
                 f"column {name!r} cannot be kept: the results have a column of that name; rename it"
             )
-    kept = [input_schema.field(name).with_nullable(True) for name in columns.kept]
+    kept = [input_schema.field(name).with_nullable(True) for name in columns.beside]
     return pa.schema([first, *kept, *rest])
 
 
@@ -134,11 +156,14 @@ def part_schema(columns: ResultColumns) -> pa.Schema:
 
 
 def rows_to_table(rows: Sequence[ResultRow], columns: ResultColumns) -> pa.Table:
-    """A part of these rows."""
+    """A part of these rows. Columns of vectors are null."""
     schema = part_schema(columns)
     arrays = [
         _array(
-            [row.ordinal if field.name == ORDINAL else getattr(row, field.name) for row in rows],
+            [
+                row.ordinal if field.name == ORDINAL else getattr(row, field.name, None)
+                for row in rows
+            ],
             field.type,
         )
         for field in schema

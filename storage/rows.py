@@ -78,7 +78,9 @@ class RowReader:
                 yield [
                     Row(
                         ordinal + n,
-                        f"{name}:{first + n}" if id_column is None else _id(values[n][id_column]),
+                        f"{name}:{first + n}"
+                        if id_column is None
+                        else id_text(values[n][id_column]),
                         values[n],
                     )
                     for n in wanted_here
@@ -244,7 +246,7 @@ def _decoded(value: Any) -> Any:
     return value
 
 
-def _id(value: Any) -> str:
+def id_text(value: Any) -> str:
     """A row id; of bytes, the text that they are, or their hexadecimal digits."""
     if not isinstance(value, bytes):
         return str(value)

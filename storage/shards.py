@@ -4,7 +4,7 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -100,6 +100,55 @@ def cut_shards(
     if spans:
         shards.append(Shard(len(shards), tuple(spans), round(tokens)))
     return tuple(shards)
+
+
+def shards_at(dataset: Dataset, stops: Sequence[int], *, cost: TokenCost) -> tuple[Shard, ...]:
+    """Cut a dataset where the caller says.
+
+    Args:
+        dataset: the input.
+        stops: the row behind each shard's last one, counted from the first row of the dataset;
+            ascending. Rows behind the last stop are left out.
+        cost: of rows.
+
+    Raises:
+        ValueError: a shard would have no row, or rows that the dataset has not.
+    """
+    shards: list[Shard] = []
+    left = _Uncut(_row_groups(dataset, cost, None))
+    start = 0
+    for stop in stops:
+        if stop <= start:
+            raise ValueError(f"shard {len(shards)} would end at row {stop}, and start at {start}")
+        spans, tokens = left.take(stop - start)
+        shards.append(Shard(len(shards), spans, round(tokens)))
+        start = stop
+    return tuple(shards)
+
+
+class _Uncut:
+    """Row groups of which the first rows are taken."""
+
+    def __init__(self, groups: Iterator[tuple[Span, float]]) -> None:
+        self._groups = groups
+        self._held: tuple[Span, float] | None = None
+
+    def take(self, count: int) -> tuple[tuple[Span, ...], float]:
+        """The next rows, and their estimated tokens."""
+        spans: list[Span] = []
+        tokens = 0.0
+        while count:
+            held = self._held or next(self._groups, None)
+            if held is None:
+                raise ValueError(f"the dataset has {count} rows less than its shards")
+            span, per_row = held
+            taken = min(count, span.stop - span.start)
+            spans.append(span._replace(stop=span.start + taken))
+            tokens += taken * per_row
+            count -= taken
+            rest = span._replace(start=span.start + taken)
+            self._held = (rest, per_row) if rest.start < rest.stop else None
+        return tuple(spans), tokens
 
 
 def _fitting(per_row: float, room: float, left: int) -> int:

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from storage.errors import InputError
+from storage.hive import NULL_FOLDER
 from storage.remote import open_filesystem
 
 MAGIC = b"PAR1"
@@ -228,8 +229,7 @@ def _partitions(name: str) -> dict[str, str | None]:
     for folder in name.split("/")[:-1]:
         key, equals, value = folder.partition("=")
         if equals:
-            text = unquote(value)
-            found[unquote(key)] = None if text == "__HIVE_DEFAULT_PARTITION__" else text
+            found[unquote(key)] = None if value == NULL_FOLDER else unquote(value)
     return found
 
 

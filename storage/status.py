@@ -8,16 +8,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from storage.errors import InputError
 from storage.lease import Holder, living_holder
 from storage.ledger import JOB
-from storage.marker import COUNTED, MARKERS, ShardSummary, read_marker
+from storage.marker import MARKERS, Counting, ShardSummary, Tally, counted, read_marker
+from storage.merge import ORDINAL, last_of_each
 from storage.objects import ObjectStore
 from storage.parts import CHECKPOINTS, parts_folder
 from storage.record import JobRecord
-from storage.results import ORDINAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,13 +84,14 @@ def read_status(
         marker = read_marker(store, name)
         if marker is not None:
             committed.add(marker.index)
-            tally.add_marker(marker)
+            tally.add(marker, marker.num_rows)
     committed_rows = tally.num_rows
     begun = set(store.list_folders(CHECKPOINTS))
     for shard in record.shards:
         folder = parts_folder(shard.name, 0)
         if shard.index not in committed and folder in begun:
-            tally.add_parts(store, folder)
+            counting = _count_parts(store, folder)
+            tally.add(counting.tally(), counting.num_rows)
     return JobStatus(
         job_id=record.job_id,
         total_rows=record.total_rows,
@@ -116,27 +118,26 @@ class _Tally:
         self.prompt_tokens = 0
         self.completion_tokens = 0
 
-    def add_marker(self, marker: ShardSummary) -> None:
-        self.num_rows += marker.num_rows
-        self.by_status.update(marker.by_status)
-        self.by_finish_reason.update(marker.by_finish_reason)
-        self.prompt_tokens += marker.prompt_tokens
-        self.completion_tokens += marker.completion_tokens
+    def add(self, counts: ShardSummary | Tally, num_rows: int) -> None:
+        self.num_rows += num_rows
+        self.by_status.update(counts.by_status)
+        self.by_finish_reason.update(counts.by_finish_reason)
+        self.prompt_tokens += counts.prompt_tokens
+        self.completion_tokens += counts.completion_tokens
 
-    def add_parts(self, store: ObjectStore, folder: str) -> None:
-        """Count the rows of a shard's parts, each once, as the last part has it."""
-        latest: dict[int, dict[str, Any]] = {}
-        for name in store.list(folder):
-            try:
-                with store.fs.open(store.path(name), "rb") as handle:
-                    table = pq.ParquetFile(handle).read(columns=[ORDINAL, *COUNTED])
-            except FileNotFoundError:
-                continue  # its shard was committed, or its parts merged, while we looked
-            latest.update({row[ORDINAL]: row for row in table.to_pylist()})
-        self.num_rows += len(latest)
-        self.by_status.update(row["status"] for row in latest.values())
-        self.by_finish_reason.update(
-            row["finish_reason"] for row in latest.values() if row["finish_reason"] is not None
-        )
-        self.prompt_tokens += sum(row["prompt_tokens"] for row in latest.values())
-        self.completion_tokens += sum(row["completion_tokens"] for row in latest.values())
+
+def _count_parts(store: ObjectStore, folder: str) -> Counting:
+    """Count the rows of a shard's parts, each once, as the last part has it."""
+    tables: list[pa.Table] = []
+    for name in store.list(folder):
+        try:
+            with store.fs.open(store.path(name), "rb") as handle:
+                parquet = pq.ParquetFile(handle)
+                columns = [ORDINAL, *counted(parquet.schema_arrow.names)]
+                tables.append(parquet.read(columns=columns))
+        except FileNotFoundError:
+            continue  # its shard was committed, or its parts merged, while we looked
+    counting = Counting()
+    if tables:
+        counting.add(last_of_each(pa.concat_tables(tables)))
+    return counting

@@ -179,6 +179,23 @@ MOVES = pa.schema(
     ]
 )
 """Work that went from one worker to another at a job's tail: what was wanted, and what moved."""
+ENCODES = pa.schema(
+    [
+        ("run_id", pa.string()),
+        ("started_s", pa.float64()),
+        ("elapsed_s", pa.float64()),
+        ("interval_s", pa.float64()),
+        ("shard", pa.int64()),
+        ("num_partitions", pa.int64()),
+        ("num_texts", pa.int64()),
+        ("num_tokens", pa.int64()),
+        ("num_calls", pa.int64()),
+        ("width", pa.int64()),
+    ]
+)
+"""Encode calls: a superbatch, or a slice of an oversize partition. `num_calls` are the calls of the
+model that it took; `interval_s` is from the end of the call before it to its own.
+"""
 RETRIES = pa.schema(
     [
         ("run_id", pa.string()),
@@ -202,6 +219,7 @@ TABLES: Mapping[str, pa.Schema] = {
     "phases": PHASES,
     "memory_plan": MEMORY_PLAN,
     "costs": COSTS,
+    "encodes": ENCODES,
     "retries": RETRIES,
 }
 

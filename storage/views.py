@@ -6,19 +6,24 @@ through Arrow by the declared schemas: a column that an older file lacks is null
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import duckdb
 import pyarrow as pa
 import pyarrow.dataset as pads
 
 from storage.catalogue import STEP_COSTS
-from storage.ledger import RESULTS, TELEMETRY
+from storage.ledger import JOB, RESULTS, TELEMETRY
 from storage.objects import ObjectStore
+from storage.partitions import PartitionPlan
+from storage.record import JobRecord
 from storage.results import ResultColumns, computed_fields
 from storage.telemetry import TABLES
 
 
 def open_views(store: ObjectStore) -> duckdb.DuckDBPyConnection:
-    """A connection with `results` (the computed columns), the telemetry tables and `step_costs`.
+    """A connection with `results` (the computed columns, and the keys of partitions), the telemetry
+    tables and `step_costs`.
 
     Writes nothing, and may be called while a run goes on. The caller closes it.
     """
@@ -26,12 +31,40 @@ def open_views(store: ObjectStore) -> duckdb.DuckDBPyConnection:
     # Arrow relations do not say how many rows they have. The planner would take steps for few, and
     # join them with their costs in a loop: minutes for a million steps, not a fraction of a second.
     con.execute("SET asof_loop_join_threshold = 0")
-    results = pa.schema(computed_fields(ResultColumns()))
-    con.register("results", files_of(store, RESULTS, results))
+    con.register("results", _results(store))
     for table, schema in TABLES.items():
         con.register(table, files_of(store, f"{TELEMETRY}/{table}", schema))
     con.execute(STEP_COSTS)
     return con
+
+
+def _results(store: ObjectStore) -> pads.Dataset | pa.Table:
+    data = store.read_or_none(JOB)
+    stored = (
+        ResultColumns() if data is None else JobRecord.from_bytes(data, store.path(JOB)).columns
+    )
+    schema = pa.schema(computed_fields(ResultColumns(vector=stored.vector)))
+    if not stored.partition_by:
+        return files_of(store, RESULTS, schema)
+    return partitioned_files(store, RESULTS, schema, PartitionPlan.read(store).keys.schema)
+
+
+def partitioned_files(
+    store: ObjectStore, folder: str, schema: pa.Schema, keys: pa.Schema
+) -> pads.Dataset | pa.Table:
+    """All Parquet files below a folder as one relation, with the keys that their folders name
+    behind the files' own columns.
+    """
+    everything = pa.unify_schemas([schema, keys])
+    if not store.sizes_below(folder):
+        return everything.empty_table()
+    return pads.dataset(
+        store.path(folder),
+        schema=everything,
+        format="parquet",
+        filesystem=store.fs,
+        partitioning=pads.partitioning(keys, flavor="hive"),
+    )
 
 
 def files_of(store: ObjectStore, folder: str, schema: pa.Schema) -> pads.Dataset | pa.Table:
@@ -40,3 +73,12 @@ def files_of(store: ObjectStore, folder: str, schema: pa.Schema) -> pads.Dataset
     if not names:
         return schema.empty_table()
     return pads.dataset(names, schema=schema, format="parquet", filesystem=store.fs)
+
+
+def each_file(store: ObjectStore, folder: str, schema: pa.Schema) -> Iterator[pa.Table]:
+    """The same file by file, in the order of their names: a scan would read many ahead."""
+    for name in store.list(folder):
+        if name.endswith(".parquet"):
+            path = [store.path(name)]
+            found = pads.dataset(path, schema=schema, format="parquet", filesystem=store.fs)
+            yield found.to_table()

@@ -11,30 +11,42 @@ after what is ahead is durable:
 A writer that opens a shard again finds its terminal rows in the parts (`done`), whatever step the
 last one died in, and `close` may be repeated: it writes the same file again. A committed shard may
 be opened once more to compute its error rows; its file stays until a better one replaces it.
+
+Vectors come in blocks. A shard that is whole in the buffer is written from there, without a part on
+the way: a crash then repeats it, which is one encode call. Else the parts are streamed in order, so
+that a shard larger than memory can be closed. A shard of partitions has a file for each of them in
+place of the one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
+import pyarrow.compute as pc
 
 from storage.allocator import return_unused
+from storage.committed import CommittedRows
 from storage.errors import LedgerError
+from storage.files import result_options
+from storage.joined import joined, write_results
 from storage.marker import (
-    COUNTED,
+    Counting,
     ShardSummary,
     Tally,
     announce_replacement,
     commit_marker,
+    counted,
     summarise,
     tally,
     write_marker,
 )
+from storage.merge import checked, in_order, last_of_each, merged
 from storage.objects import ObjectStore
-from storage.parts import Parts, last_of_each, parts_folder
+from storage.partition_files import Written, write_partitions
+from storage.partitions import ShardPartitions
+from storage.parts import Parts, parts_folder
 from storage.results import (
     ORDINAL,
     ResultColumns,
@@ -43,13 +55,10 @@ from storage.results import (
     result_schema,
     rows_to_table,
 )
-from storage.rows import RowReader
 from storage.shards import Shard
 from storage.source import Dataset
 
-GROUP_ROWS = 16384
-GROUP_BYTES = 32 << 20
-"""A row group of a result file is closed at the first of these two."""
+RESULTS = "results"
 
 
 class ShardWriter:
@@ -62,6 +71,7 @@ class ShardWriter:
         columns: optional columns of the results.
         committed: the shard's marker, when its error rows are to be computed again.
         retry_errors: error rows in parts are not terminal.
+        partitions: those of the shard; None: it has one file.
         on_step: told the name of every step.
 
     Attributes:
@@ -77,6 +87,7 @@ class ShardWriter:
         *,
         committed: ShardSummary | None,
         retry_errors: bool,
+        partitions: ShardPartitions | None = None,
         on_step: Callable[[str], None],
     ) -> None:
         self.shard = shard
@@ -85,10 +96,14 @@ class ShardWriter:
         self._columns = columns
         self._on_step = on_step
         self._committed = committed
+        self._partitions = partitions
         self._round = 0 if committed is None else committed.round + 1
+        self._schema = part_schema(columns)
         self._parts = Parts(store, parts_folder(shard.name, self._round), columns, on_step=on_step)
-        self._buffer: list[ResultRow] = []
-        self._earlier_attempts: dict[int, int] = {}
+        self._rows: list[ResultRow] = []
+        self._blocks: list[pa.Table] = []
+        self._num_buffered = 0
+        self._earlier_attempts = np.zeros(shard.num_rows, np.int32)
         self._done = self._find_done(retry_errors or committed is not None)
         self.num_missing = shard.num_rows - int(self._done.sum())
 
@@ -110,20 +125,22 @@ class ShardWriter:
 
     def so_far(self) -> Tally:
         """Counts over the rows that are done and durable."""
-        rows = self._durable(list(COUNTED))
+        rows = self._durable(counted(self._schema.names))
         return tally(rows.filter(pa.array(self._done[rows.column(ORDINAL).to_numpy()])))
 
     def _find_done(self, retry_errors: bool) -> np.ndarray:
         """A flag a row; notes how often the rows to retry were tried."""
         done = np.zeros(self.shard.num_rows, np.bool_)
         rows = self._durable(["status", "attempts"])
-        for ordinal, status, attempts in zip(
-            *(column.to_pylist() for column in rows.columns), strict=True
-        ):
-            if retry_errors and status == "error":
-                self._earlier_attempts[ordinal] = attempts
-            else:
-                done[ordinal] = True
+        ordinals = rows.column(ORDINAL).to_numpy()
+        done[ordinals] = True
+        if retry_errors:
+            failed = pc.call_function(
+                "equal", [rows.column("status"), pa.scalar("error")]
+            ).to_numpy()
+            done[ordinals[failed]] = False
+            attempts = rows.column("attempts").to_numpy()
+            self._earlier_attempts[ordinals[failed]] = attempts[failed]
         return done
 
     def _durable(self, columns: list[str] | None = None) -> pa.Table:
@@ -131,24 +148,16 @@ class ShardWriter:
         parts = self._parts.read(columns)
         if self._committed is None:
             return parts
-        base = self._read_committed(self._committed, parts.schema)
+        base = self._base(self._committed).read(parts.schema)
         return last_of_each(pa.concat_tables([base, parts]))
 
-    def _read_committed(self, committed: ShardSummary, schema: pa.Schema) -> pa.Table:
-        """The result file of a committed shard as a part with these columns."""
-        with self._store.fs.open(self._store.path(committed.file), "rb") as handle:
-            table = pq.ParquetFile(handle).read(columns=schema.names[1:])
-        if table.num_rows != self.shard.num_rows:
-            raise LedgerError(
-                f"{committed.file} has {table.num_rows} rows, its shard {self.shard.num_rows}"
-            )
-        ordinals = pa.array(np.arange(table.num_rows, dtype=np.int64))
-        return table.add_column(0, schema.field(0), ordinals).cast(schema)
+    def _base(self, committed: ShardSummary) -> CommittedRows:
+        return CommittedRows(self._store, self.shard, result_files(committed, self._partitions))
 
     @property
     def num_buffered(self) -> int:
         """Rows that a crash would lose now."""
-        return len(self._buffer)
+        return self._num_buffered
 
     # -- adding --
 
@@ -162,10 +171,66 @@ class ShardWriter:
             raise LedgerError(f"{self.shard.name} has no row {row.ordinal} ({row.row_id})")
         if self._done[row.ordinal]:
             raise LedgerError(f"{self.shard.name}: a second result for row {row.row_id}")
-        row.attempts += self._earlier_attempts.get(row.ordinal, 0)
+        if self._columns.vector is not None and row.status not in ("error", "skipped"):
+            raise LedgerError(
+                f"{self.shard.name}: row {row.row_id} has the status {row.status!r} and no vector; "
+                "rows with vectors come in blocks"
+            )
+        row.attempts += int(self._earlier_attempts[row.ordinal])
         self._done[row.ordinal] = True
         self.num_missing -= 1
-        self._buffer.append(row)
+        self._num_buffered += 1
+        self._rows.append(row)
+
+    def add_block(self, ordinals: np.ndarray, table: pa.Table) -> None:
+        """Take the results of many rows.
+
+        Nothing is copied; in ascending order the rows are written straight from the table's memory.
+
+        Args:
+            ordinals: int64 [N], positions within the shard.
+            table: N rows with the columns that a run computes (`storage.results.computed_fields`),
+                such as of `storage.vectors.vectors_table`.
+
+        Raises:
+            LedgerError: a row is not of this shard, or has its result already, or the columns are
+                others. Then none of the block is taken.
+        """
+        self._check_block(ordinals, table)
+        earlier = self._earlier_attempts[ordinals]
+        if earlier.any():
+            name = "attempts"
+            attempts = table.column(name).to_numpy() + earlier
+            index = table.column_names.index(name)
+            table = table.set_column(index, table.field(name), pa.array(attempts, pa.int32()))
+        block = table.add_column(0, self._schema.field(0), pa.array(ordinals))
+        self._blocks.append(block.select(self._schema.names).cast(self._schema))
+        self._done[ordinals] = True
+        self.num_missing -= len(ordinals)
+        self._num_buffered += len(ordinals)
+
+    def _check_block(self, ordinals: np.ndarray, table: pa.Table) -> None:
+        name = self.shard.name
+        if ordinals.dtype != np.int64 or ordinals.shape != (table.num_rows,):
+            raise LedgerError(
+                f"{name}: a block of {table.num_rows} rows needs as many int64 ordinals, got "
+                f"{ordinals.dtype} {list(ordinals.shape)}"
+            )
+        lacking = set(self._schema.names) - {ORDINAL, *table.column_names}
+        if lacking:
+            raise LedgerError(f"{name}: a block lacks the columns {', '.join(sorted(lacking))}")
+        if not len(ordinals):
+            return
+        if ordinals.min() < 0 or ordinals.max() >= self.shard.num_rows:
+            raise LedgerError(
+                f"{name} has {self.shard.num_rows} rows; a block has the ordinals "
+                f"{ordinals.min()} to {ordinals.max()}"
+            )
+        again = self._done[ordinals]
+        if again.any():
+            raise LedgerError(f"{name}: a second result for row {ordinals[again][0]} in a block")
+        if len(np.unique(ordinals)) != len(ordinals):
+            raise LedgerError(f"{name}: a block has a row twice")
 
     def checkpoint(self) -> None:
         """Make the buffered rows durable.
@@ -175,11 +240,17 @@ class ShardWriter:
         Raises:
             OutputError: the output cannot be written.
         """
-        if not self._buffer:
+        if not self._num_buffered:
             return
         self._on_step("before_part")
-        self._parts.append(rows_to_table(self._buffer, self._columns))
-        self._buffer = []
+        self._parts.append(self._buffered())
+        self._rows, self._blocks, self._num_buffered = [], [], 0
+
+    def _buffered(self) -> pa.Table:
+        """The buffer as a part; sorted where there are vectors."""
+        rows = [rows_to_table(self._rows, self._columns)] if self._rows else []
+        table = pa.concat_tables([*self._blocks, *rows])
+        return table if self._columns.vector is None else in_order(table)
 
     # -- committing --
 
@@ -191,31 +262,41 @@ class ShardWriter:
             OutputError: the output cannot be written.
             OutputInUse: another run has taken the output over.
         """
-        self.checkpoint()
-        table = self._durable()
-        self._check_complete(table)
+        if self.num_missing:
+            num_done = self.shard.num_rows - self.num_missing
+            raise LedgerError(
+                f"{self.shard.name} has {num_done} results for {self.shard.num_rows} rows "
+                f"({self.num_missing} missing)"
+            )
+        tables = self._all_rows()
         if self._committed is not None:
             announce_replacement(self._store, self.shard.name, self._committed)
         self._on_step("before_result")
-        name = f"results/{self.shard.name}.parquet"
-        write_results(
+        counting = Counting()
+        rows = counting.passing(checked(tables, self.shard.num_rows, self.shard.name))
+        written = write_shard(
             self._store,
-            name,
-            table.drop_columns([ORDINAL]),
             self.shard,
+            rows,
             self._dataset,
             self._columns,
-            on_written=lambda: self._on_step("result_durable"),
+            self._partitions,
+            on_step=self._on_step,
         )
         self._on_step("result_written")
         summary = summarise(
             self.shard.index,
-            name,
-            table,
-            self._store,
+            result_name(self.shard, self._partitions),
+            counting,
+            num_bytes=written.num_bytes,
             kept=self._columns.kept,
             round_=self._round,
+            num_files=written.num_files,
         )
+        self._commit(summary)
+        return summary
+
+    def _commit(self, summary: ShardSummary) -> None:
         self._on_step("before_marker")
         if self._committed is None:
             commit_marker(self._store, self.shard.name, summary)
@@ -224,80 +305,74 @@ class ShardWriter:
         self._on_step("marker_written")
         self._parts.delete()
         self._on_step("parts_deleted")
+        self._rows, self._blocks, self._num_buffered = [], [], 0
         return_unused()
-        return summary
 
-    def _check_complete(self, table: pa.Table) -> None:
-        """Ids out are ids in: every row once, in order (C16)."""
-        ordinals = table.column(ORDINAL).to_numpy()
-        if self.num_missing or not np.array_equal(ordinals, np.arange(self.shard.num_rows)):
-            raise LedgerError(
-                f"{self.shard.name} has {len(ordinals)} results for {self.shard.num_rows} rows "
-                f"({self.num_missing} missing)"
-            )
+    def _all_rows(self) -> Iterable[pa.Table]:
+        """All rows in order. Texts, and vectors of which some are in parts already, are made
+        durable first.
+        """
+        whole = self._num_buffered == self.shard.num_rows and not len(self._parts)
+        if self._columns.vector is not None and whole:
+            return [self._buffered()]
+        self.checkpoint()
+        if self._columns.vector is None:
+            return [self._durable()]
+        base = [] if self._committed is None else self._base(self._committed).source(self._schema)
+        return merged([*base, *self._parts.sources()])
 
 
-def write_results(
+def result_name(shard: Shard, partitions: ShardPartitions | None) -> str:
+    """The result file of a shard, or of one of several partitions the folder of theirs."""
+    if partitions is None:
+        return f"{RESULTS}/{shard.name}.parquet"
+    files = partitions.files(RESULTS)
+    return files[0] if len(files) == 1 else RESULTS
+
+
+def result_files(committed: ShardSummary, partitions: ShardPartitions | None) -> list[str]:
+    """The result files of a committed shard, in the order of its rows."""
+    return [committed.file] if partitions is None else partitions.files(RESULTS)
+
+
+def write_shard(
     store: ObjectStore,
-    name: str,
-    table: pa.Table,
     shard: Shard,
+    rows: Iterable[pa.Table],
     dataset: Dataset,
     columns: ResultColumns,
+    partitions: ShardPartitions | None,
     *,
-    on_written: Callable[[], None] = lambda: None,
-) -> None:
-    """Write a shard's result file: computed columns in order, joined with the input's kept ones.
+    on_step: Callable[[str], None] = lambda _: None,
+) -> Written:
+    """Write the result file of a shard, or of each of its partitions.
 
-    The kept columns are streamed from the input by position, so they have the input's own types and
-    the whole shard is never in memory with them.
+    Args:
+        store: the output.
+        shard: which rows.
+        rows: the computed columns of all of them, in order.
+        dataset: the input, for the kept columns.
+        columns: optional columns of the results.
+        partitions: those of the shard; None: it has one file.
+        on_step: told the name of every step.
     """
+    if partitions is None:
+        name = result_name(shard, None)
+        num_bytes = write_results(
+            store, name, rows, shard, dataset, columns,
+            on_written=lambda: on_step("result_durable"),
+        )  # fmt: skip
+        return Written(1, num_bytes)
     schema = result_schema(dataset.schema, columns)
-    with (
-        store.writer(name, on_written=on_written) as file,
-        pq.ParquetWriter(file, schema, compression="zstd") as writer,
-    ):
-        for group in _groups(_joined(table, shard, dataset, columns, schema)):
-            writer.write_table(group, row_group_size=GROUP_ROWS)
-
-
-def _joined(
-    table: pa.Table, shard: Shard, dataset: Dataset, columns: ResultColumns, schema: pa.Schema
-) -> Iterator[pa.Table]:
-    """Result rows with the kept columns beside them, a batch at a time."""
-    if not columns.kept:
-        yield table.select(schema.names).cast(schema)
-        return
-    start = 0
-    reader = RowReader(dataset, columns.kept)
-    try:
-        for kept in reader.batches(shard):
-            part = table.slice(start, kept.num_rows)
-            arrays = [
-                kept.column(field.name)
-                if field.name in columns.kept
-                else part.column(field.name).cast(field.type)
-                for field in schema
-            ]
-            yield pa.Table.from_arrays(arrays, schema=schema)
-            start += kept.num_rows
-    finally:
-        reader.close()
-
-
-def _groups(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
-    """Small tables put together to row groups."""
-    held: list[pa.Table] = []
-    rows = num_bytes = 0
-    for table in tables:
-        held.append(table)
-        rows += table.num_rows
-        num_bytes += table.nbytes
-        if rows >= GROUP_ROWS or num_bytes >= GROUP_BYTES:
-            yield pa.concat_tables(held)
-            held, rows, num_bytes = [], 0, 0
-    if held:
-        yield pa.concat_tables(held)
+    return write_partitions(
+        store,
+        joined(rows, shard, dataset, columns),
+        partitions.files(RESULTS),
+        partitions.num_rows.tolist(),
+        schema=schema,
+        options=result_options(schema, columns),
+        on_step=on_step,
+    )
 
 
 def rewrite_kept(
@@ -306,23 +381,27 @@ def rewrite_kept(
     dataset: Dataset,
     columns: ResultColumns,
     committed: ShardSummary,
+    partitions: ShardPartitions | None = None,
 ) -> ShardSummary:
     """Write a committed shard anew with other kept columns. Nothing is computed.
 
-    A crash on the way leaves a whole file, the old or the new, and a marker that says so.
+    A crash on the way leaves whole files, old or new, and a marker that says so.
     """
-    computed = part_schema(columns).names[1:]
-    with store.fs.open(store.path(committed.file), "rb") as handle:
-        table = pq.ParquetFile(handle).read(columns=computed)
+    base = CommittedRows(store, shard, result_files(committed, partitions))
+    counting = Counting()
+    schema = part_schema(columns)
+    tables = [base.read(schema)] if columns.vector is None else merged(base.source(schema))
+    rows = counting.passing(checked(tables, shard.num_rows, shard.name))
     announce_replacement(store, shard.name, committed)
-    write_results(store, committed.file, table, shard, dataset, columns)
+    written = write_shard(store, shard, rows, dataset, columns, partitions)
     summary = summarise(
         shard.index,
         committed.file,
-        table,
-        store,
+        counting,
+        num_bytes=written.num_bytes,
         kept=columns.kept,
         round_=committed.round,
+        num_files=written.num_files,
     )
     write_marker(store, shard.name, summary)
     return summary

@@ -49,7 +49,7 @@ def write_results(
         shards=cut_shards(dataset, cost=cost, target_tokens=1_000_000),
     )
     ledger = Ledger.open(
-        str(output), dataset=dataset, generation={}, output={}, make_record=lambda: record
+        str(output), dataset=dataset, generation={}, output={}, make_record=lambda _: record
     ).ledger
     try:
         for shard in ledger.pending():

@@ -48,8 +48,8 @@ class EncoderInfo:
         vocab_size: token ids are below it.
         max_len: most tokens of a text, special ones included.
         device: as torch names it.
-        dtype: "float32", "bfloat16", "float16" or "int8": what is multiplied. All between two
-            products is float32.
+        dtype: what is multiplied: "float32", "bfloat16", "float16", "int16" (the native encoder)
+            or "int8" (the native decoder). All between two products is float32.
         weights_bytes: resident size of the weights.
         activation_bytes_per_token: upper estimate of scratch memory per token of a micro-batch.
         num_parameters: those each token is multiplied with, embeddings not counted (2 x FLOP).
@@ -251,8 +251,8 @@ class Encoder:
         found = Encoded(vectors, np.zeros(len(texts), dtype=np.bool_), dict[int, EncodeFault]())
         lengths_N = texts.lengths_N
         self._skip_empty(found, lengths_N)
-        order = np.argsort(-lengths_N, kind="stable")
-        order = order[: int((lengths_N > 0).sum())]
+        order = np.argsort(-self._sort_key(texts), kind="stable")
+        order = order[lengths_N[order] > 0]
         start = 0
         while start < len(order) and not self._should_stop():
             count = _count_within(lengths_N[order[start:]], self._limit_tokens)
@@ -260,6 +260,14 @@ class Encoder:
             self._run(_Work(chosen, texts.take(chosen)), found)
             start += count
         return found
+
+    def _sort_key(self, texts: PackedTexts) -> Places:
+        """Texts of equal length should stand together; where what follows prompts is scored, those
+        of one prompt, as choices are, because a backend may compute it once.
+        """
+        if self._backend.info.task == "score" and texts.first_N is not None:
+            return texts.first_N
+        return texts.lengths_N
 
     def _skip_empty(self, found: Encoded, lengths_N: Places) -> None:
         """A text without tokens has no embedding; its score is that of nothing."""

@@ -8,10 +8,17 @@ from typing import NamedTuple
 
 from schedulers.cost import StepSample
 from schedulers.estimate import Estimator
-from schedulers.memory import MemoryPlan, ModelFootprint, SizingForm, plan_memory
+from schedulers.memory import (
+    MemoryPlan,
+    ModelFootprint,
+    NotEnoughMemory,
+    SizingForm,
+    plan_memory,
+)
 from schedulers.policies import make_policy
 from schedulers.view import Budget
 from workers.backends.base import Backend, ModelInfo
+from workers.encoding import EncoderInfo
 from workers.engine import Engine, EngineConfig
 from workers.request import EventRecord, RequestId, StepRecord
 from workers.sequence import FindStop
@@ -55,6 +62,9 @@ class SizeDefaults(NamedTuple):
 
 
 DEFAULTS = {"cpu": SizeDefaults(1024, 256), "cuda": SizeDefaults(8192, 1024)}
+
+ENCODE_BATCH_TOKENS = {"cpu": 4096, "cuda": 65536}
+"""Tokens of a micro-batch of an encoder."""
 
 
 class EngineSetup(NamedTuple):
@@ -140,6 +150,34 @@ def size_engine(info: ModelInfo, options: EngineOptions) -> EngineSetup:
         row_timeout_s=options.row_timeout_s,
     )
     return EngineSetup(config, memory)
+
+
+def size_encoder(info: EncoderInfo, options: EngineOptions) -> int:
+    """Most tokens of a micro-batch, for a model on its device: what is usual for the device, or
+    what was asked for, as far as memory holds it.
+
+    Args:
+        info: of the loaded encoder.
+        options: `memory_bytes`, `max_batch_tokens` and `host_share` count.
+
+    Raises:
+        NotEnoughMemory: the limit does not hold the model and a longest text, or what was asked.
+    """
+    usual = ENCODE_BATCH_TOKENS.get(info.device.split(":")[0], ENCODE_BATCH_TOKENS["cpu"])
+    wanted = options.max_batch_tokens or usual
+    limit_bytes = options.memory_bytes or default_memory_bytes(
+        info.device, info.weights_bytes, host_share=options.host_share
+    )
+    free_bytes = limit_bytes - info.weights_bytes - info.scratch_bytes
+    fits = free_bytes // max(1, info.activation_bytes_per_token)
+    needed = min(info.max_len, wanted)
+    if fits < needed:
+        raise NotEnoughMemory(
+            f"{limit_bytes / 2**30:.2f} GiB is too little: weights take "
+            f"{info.weights_bytes / 2**30:.2f} GiB, and {needed} tokens "
+            f"{needed * info.activation_bytes_per_token / 2**30:.2f} GiB; raise --memory"
+        )
+    return min(wanted, fits)
 
 
 def make_engine(

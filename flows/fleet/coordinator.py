@@ -26,6 +26,8 @@ from flows.fleet.links import Deliver, Link
 from flows.fleet.messages import (
     Adopt,
     Assign,
+    Began,
+    Block,
     Command,
     Ended,
     Event,
@@ -123,6 +125,7 @@ class Coordinator:
         find_row_id: the name of a row of a shard.
         clock: seconds, monotonic.
         kv_bytes_per_s: how fast keys and values travel between two workers; 0: they do not.
+        start_timeout_s: a worker that is not ready by then is killed, and started again.
         on_ready: told of the memory of the first worker that is ready.
         on_assign: told of shards and the names of workers that get rows of them.
     """
@@ -136,6 +139,7 @@ class Coordinator:
         find_row_id: Callable[[Shard, int], str],
         clock: Callable[[], float] = time.monotonic,
         kv_bytes_per_s: float = 0.0,
+        start_timeout_s: float = 600.0,
         on_ready: Callable[[MemoryPlan], None] = lambda _: None,
         on_assign: Callable[[int, str], None] = lambda _index, _worker: None,
     ) -> None:
@@ -145,9 +149,10 @@ class Coordinator:
         self._find_row_id = find_row_id
         self._clock = clock
         self._kv_bytes_per_s = kv_bytes_per_s
+        self._start_timeout_s = start_timeout_s
         self._on_ready = on_ready
         self._on_assign = on_assign
-        self._inbox: Outbox[tuple[int, int, Event] | Assign] = Outbox(MESSAGES)
+        self._inbox: Outbox[tuple[int, int, Event] | Assign] = Outbox(MESSAGES, weigh=_weight)
         self._owners = RowOwners()
         self._pieces: deque[Assign] = deque()
         self._suspects = Suspects()
@@ -160,7 +165,9 @@ class Coordinator:
         self._handlers: dict[type, Callable[[WorkerState, Any], None]] = {
             Ready: self._ready,
             Started: self._begun,
+            Began: self._began,
             Rows: self._answer,
+            Block: self._answer_block,
             Steps: self._recorded,
             Report: self._reported,
             Given: self._pass_on,
@@ -246,6 +253,9 @@ class Coordinator:
     def _begun(self, worker: WorkerState, event: Started) -> None:
         worker.started.update(ref[:2] for ref in event.refs)
 
+    def _began(self, worker: WorkerState, event: Began) -> None:
+        worker.started.update((event.shard_index, n) for n in event.ordinals.tolist())
+
     def _recorded(self, worker: WorkerState, event: Steps) -> None:
         self._collect([FromWorker(worker.name, event)])
 
@@ -272,20 +282,30 @@ class Coordinator:
         rows = [
             (ref, row) for ref, row in event.rows if self._owners.owner(ref[:2]) == worker.index
         ]
-        if len(rows) < len(event.rows):
-            _log.error(
-                "%s answered %d rows that are not its own; they are left out",
-                worker.name, len(event.rows) - len(rows),
-            )  # fmt: skip
+        _warn_of_strange(worker, len(event.rows) - len(rows))
         keys = {ref[:2] for ref, _ in rows}
         for key in keys:
             self._owners.answer(key)
-            self._suspects.note_answer(key)
+        self._note_answers(worker, keys)
+        self._collect([FromWorker(worker.name, Rows(tuple(rows)))])
+
+    def _answer_block(self, worker: WorkerState, event: Block) -> None:
+        index = event.shard_index
+        own = self._owners.owned(index, event.ordinals, worker.index)
+        if not own.all():
+            _warn_of_strange(worker, int((~own).sum()))
+            event = event.only(own)
+        if len(event.ordinals):
+            self._owners.answer_all(index, event.ordinals)
+            self._note_answers(worker, {(index, n) for n in event.ordinals.tolist()})
+            self._collect([FromWorker(worker.name, event)])
+
+    def _note_answers(self, worker: WorkerState, keys: set[RowKey]) -> None:
+        self._suspects.note_answers(keys)
         worker.started -= keys
         worker.failures.note_progress()
-        worker.num_rows_done += len(rows)
+        worker.num_rows_done += len(keys)
         worker.cell = tuple(key for key in worker.cell if key not in keys)
-        self._collect([FromWorker(worker.name, Rows(tuple(rows)))])
 
     def _ended(self, worker: WorkerState, event: Ended) -> None:
         worker.status = "over"
@@ -354,7 +374,7 @@ class Coordinator:
             error_message=f"computing it ends the worker each time, also by itself: {reason}",
         )
         self._owners.answer(key)
-        self._suspects.note_answer(key)
+        self._suspects.note_answers({key})
         self._collect([FromWorker("", Rows(((RowRef(index, ordinal, row_id), row),)))])
 
     def _restart_later(self, worker: WorkerState, *, blameless: bool, reason: str) -> None:
@@ -395,9 +415,17 @@ class Coordinator:
                 and now_s > worker.heard_s + SILENCE_S
             ):
                 _log.warning("%s has been silent for %.0f s; it is killed", worker.name, SILENCE_S)
-                assert worker.link is not None
-                worker.link.kill()
-                worker.heard_s = now_s
+                _kill(worker, now_s)
+            elif (
+                worker.status == "starting"
+                and worker.name
+                and now_s > worker.heard_s + self._start_timeout_s
+            ):
+                _log.warning(
+                    "%s has not loaded its model in %.0f s; it is killed (see --start-timeout-s)",
+                    worker.name, self._start_timeout_s,
+                )  # fmt: skip
+                _kill(worker, now_s)
         if self._stopping:
             self._tell_stop(now_s)
         elif self._closing and self._is_idle():
@@ -598,3 +626,21 @@ class Coordinator:
                 )
             ]
         )
+
+
+def _warn_of_strange(worker: WorkerState, num_rows: int) -> None:
+    if num_rows:
+        _log.error(
+            "%s answered %d rows that are not its own; they are left out", worker.name, num_rows
+        )
+
+
+def _kill(worker: WorkerState, now_s: float) -> None:
+    assert worker.link is not None
+    worker.link.kill()
+    worker.heard_s = now_s
+
+
+def _weight(message: tuple[int, int, Event] | Assign) -> int:
+    """A block is a whole superbatch: one at a time waits."""
+    return MESSAGES if isinstance(message[-1], Block) else 1

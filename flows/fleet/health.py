@@ -8,7 +8,7 @@ what dies alone is the row's own doing.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from flows.queues import RowKey
@@ -74,6 +74,8 @@ class Suspects:
             if part:
                 self.cells.appendleft(part)
 
-    def note_answer(self, key: RowKey) -> None:
-        """A row has its result."""
-        self._deaths.pop(key, None)
+    def note_answers(self, keys: Collection[RowKey]) -> None:
+        """Rows have their results."""
+        if self._deaths:
+            for key in keys:
+                self._deaths.pop(key, None)

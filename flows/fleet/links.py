@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Protocol
 
+from flows.fleet.make_worker import AnyWorker
 from flows.fleet.messages import (
     Command,
     Ended,
@@ -24,7 +25,6 @@ from flows.fleet.messages import (
     dumps,
     loads,
 )
-from flows.fleet.worker import Worker
 
 Deliver = Callable[[Event], None]
 """Takes what a worker says, in order; the last is `Ended`, `Failed` or `Gone`."""
@@ -60,7 +60,7 @@ class LocalLink:
         deliver: takes what the worker says.
     """
 
-    def __init__(self, worker: Worker, deliver: Deliver) -> None:
+    def __init__(self, worker: AnyWorker, deliver: Deliver) -> None:
         self._worker = worker
         self._deliver = deliver
         self._thread = threading.Thread(target=worker.run, name="worker", daemon=True)
@@ -69,7 +69,7 @@ class LocalLink:
         """Load the model in this thread: what is wrong with it is raised here.
 
         Raises:
-            ModelError, NotEnoughMemory, ValueError: see `Worker.load`.
+            ModelError, NotEnoughMemory, ValueError: see `AnyWorker.load`.
         """
         self._deliver(self._worker.load())
         self._thread.start()

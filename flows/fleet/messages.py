@@ -1,10 +1,10 @@
 """What a coordinator and its workers say to each other. Everything here can be pickled.
 
     coordinator --Assign, Adopt, Give, Finish, Stop--> worker
-    coordinator <--Ready, Started, Rows, Steps, Report, Given, Failed, Ended-- worker
+    coordinator <--Ready, Started, Began, Rows, Block, Steps, Report, Given, Failed, Ended-- worker
 
-A row is a worker's from the `Assign` or `Adopt` that names it to the `Rows` that answers it or the
-`Given` that hands it back.
+A row is a worker's from the `Assign` or `Adopt` that names it to the `Rows` or `Block` that answers
+it or the `Given` that hands it back.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from flows.busy import Work
@@ -43,6 +44,7 @@ class WorkerSetup:
         num_workers: on this host; memory and cores are shared by them.
         step_timeout_s: a step that takes longer hangs.
         reports: tell of rows that start, and of the load: for a coordinator of several.
+        max_texts: most rows of an encode call; 0: no job of encode calls.
     """
 
     spec: JobSpec
@@ -51,6 +53,7 @@ class WorkerSetup:
     num_workers: int = 1
     step_timeout_s: float = 600.0
     reports: bool = False
+    max_texts: int = 0
 
 
 def dumps(message: object) -> bytes:
@@ -139,16 +142,64 @@ class Started(NamedTuple):
     refs: tuple[RowRef, ...]
 
 
+class Began(NamedTuple):
+    """These rows of a shard are encoded from now on: sent before that begins."""
+
+    shard_index: int
+    ordinals: Ordinals
+
+
 class Rows(NamedTuple):
     """Rows that have their result."""
 
     rows: tuple[tuple[RowRef, ResultRow], ...]
 
 
+class Block(NamedTuple):
+    """Rows of one shard that have their result, as columns.
+
+    Attributes:
+        shard_index: which.
+        ordinals: of the rows, ascending.
+        table: their computed columns (`storage.results.computed_fields`), in the same order.
+    """
+
+    shard_index: int
+    ordinals: Ordinals
+    table: pa.Table
+
+    def only(self, wanted: NDArray[np.bool_]) -> Block:
+        """Some of its rows."""
+        return Block(self.shard_index, self.ordinals[wanted], self.table.filter(pa.array(wanted)))
+
+
+class EncodeCall(NamedTuple):
+    """One superbatch, or a slice of an oversize partition, as it was encoded.
+
+    Attributes:
+        shard_index: whose rows.
+        started_s: clock of the worker.
+        elapsed_s: in the encoder.
+        interval_s: since the call before it ended: what a call costs all in all, its rows' way to
+            the encoder and to the files included; of the first call as `elapsed_s`.
+        num_texts: encoded.
+        num_tokens: of them.
+        num_batches: steps that it took.
+    """
+
+    shard_index: int
+    started_s: float
+    elapsed_s: float
+    interval_s: float
+    num_texts: int
+    num_tokens: int
+    num_batches: int
+
+
 class Steps(NamedTuple):
     """What the engine did, and what its policy decided."""
 
-    records: tuple[StepRecord | EventRecord, ...]
+    records: tuple[StepRecord | EventRecord | EncodeCall, ...]
 
 
 class Report(NamedTuple):
@@ -192,4 +243,4 @@ class Gone(NamedTuple):
     reason: str
 
 
-Event = Ready | Started | Rows | Steps | Report | Given | Failed | Ended | Gone
+Event = Ready | Started | Began | Rows | Block | Steps | Report | Given | Failed | Ended | Gone

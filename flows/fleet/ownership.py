@@ -73,17 +73,29 @@ class RowOwners:
         """An open shard."""
         return self._shards[index]
 
+    def owned(self, index: int, ordinals: Ordinals, worker: int) -> NDArray[np.bool_]:
+        """Which rows of a shard are a worker's."""
+        owner = self._owner.get(index)
+        if owner is None:
+            return np.zeros(len(ordinals), dtype=np.bool_)
+        return owner[ordinals] == worker
+
     def answer(self, key: RowKey) -> None:
         """A row has its result."""
-        index, ordinal = key
+        self.answer_all(key[0], np.array([key[1]], dtype=np.int64))
+
+    def answer_all(self, index: int, ordinals: Ordinals) -> None:
+        """Rows of a shard have their results."""
         owner = self._owner[index]
-        former = int(owner[ordinal])
-        if former == ANSWERED:
-            raise ValueError(f"row {ordinal} of {self._shards[index].name} is answered already")
-        if former != NOBODY:
-            self._rows_of[former] -= 1
-        owner[ordinal] = ANSWERED
-        self._open_rows[index] -= 1
+        former, counts = np.unique(owner[ordinals], return_counts=True)
+        if ANSWERED in former:
+            again = ordinals[owner[ordinals] == ANSWERED][0]
+            raise ValueError(f"row {again} of {self._shards[index].name} is answered already")
+        for worker, count in zip(former.tolist(), counts.tolist(), strict=True):
+            if worker != NOBODY:
+                self._rows_of[worker] -= count
+        owner[ordinals] = ANSWERED
+        self._open_rows[index] -= len(ordinals)
         if not self._open_rows[index]:
             for table in (self._shards, self._owner, self._open_rows):
                 del table[index]

@@ -17,8 +17,8 @@ from flows.fleet.messages import Failed, dumps, loads
 from workers.errors import BackendError
 
 if TYPE_CHECKING:
+    from flows.fleet.make_worker import AnyWorker
     from flows.fleet.messages import Event, WorkerSetup
-    from flows.fleet.worker import Worker
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def main() -> None:
 
 def run_worker(connection: Connection, setup: WorkerSetup) -> None:
     """Load, then work and listen."""
-    from flows.fleet.worker import Worker
+    from flows.fleet.make_worker import make_worker
     from storage.allocator import use_system_allocator
 
     use_system_allocator()
@@ -49,7 +49,7 @@ def run_worker(connection: Connection, setup: WorkerSetup) -> None:
         with lock:
             connection.send_bytes(data)
 
-    worker = Worker(setup, emit)
+    worker = make_worker(setup, emit)
     listener = threading.Thread(target=_listen, args=(connection, worker), daemon=True)
     listener.start()
     try:
@@ -61,7 +61,7 @@ def run_worker(connection: Connection, setup: WorkerSetup) -> None:
     worker.run()
 
 
-def _listen(connection: Connection, worker: Worker) -> None:
+def _listen(connection: Connection, worker: AnyWorker) -> None:
     """Take commands until the coordinator is gone."""
     while True:
         try:

@@ -63,9 +63,9 @@ class _RayWorker:
 
     def run(self, setup: bytes) -> None:
         """The worker's whole life."""
-        from flows.fleet.worker import Worker
+        from flows.fleet.make_worker import make_worker
 
-        worker = Worker(loads(setup), self._emit)
+        worker = make_worker(loads(setup), self._emit)
         try:
             ready = worker.load()
         except Exception as fault:  # noqa: BLE001 - told to the coordinator, which raises it

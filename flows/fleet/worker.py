@@ -30,12 +30,13 @@ from flows.fleet.messages import (
     Given,
     Parcel,
     Ready,
-    Report,
     Rows,
     Started,
     Steps,
     WorkerSetup,
 )
+from flows.fleet.part_queue import AllBut
+from flows.fleet.reports import REPORT_S, Reporter
 from flows.model import Model
 from flows.outputs import output_rules
 from flows.prompts import PromptRenderer
@@ -46,7 +47,7 @@ from flows.threads import ThreadGroup
 from flows.watchdog import Watchdog, WatchedBackend
 from schedulers.cost import StepCost, StepSample
 from schedulers.load import Load, OutputLengths, Part, choose_given, load_of, part_of
-from schedulers.route import carries_kv
+from schedulers.route import Way
 from storage.rows import Row, RowReader
 from workers.backends.base import ModelInfo
 from workers.errors import BackendError
@@ -62,12 +63,6 @@ ROWS_A_MESSAGE = 64
 
 STOP_GRACE_S = 15.0
 """Seconds that a step may still take once the worker has been told to stop."""
-
-REPORT_S = 0.5
-"""Seconds between two reports of the load."""
-
-WORKS_S = 10.0
-"""Seconds between two reports of what the threads have done."""
 
 Item = Answered | Settled | StepRecord | EventRecord
 
@@ -108,7 +103,8 @@ class Worker:
         self._lock = threading.Lock()
         self._load = Load()
         self._busy_s, self._num_tokens = 0.0, 0
-        self._measured_s = self._told_s = self._told_works_s = clock()
+        self._measured_s = clock()
+        self._reporter = Reporter(emit, self._busy, clock=clock)
         self._outlet_finishing = False
 
     # -- start --
@@ -150,7 +146,7 @@ class Worker:
             limits=PromptLimits(
                 max_model_len=backend.info.max_model_len,
                 max_tokens=self._sampling.max_tokens,
-                on_too_long=spec.on_too_long,
+                on_too_long=spec.on_too_long or "error",
             ),
             sampling=self._sampling,
             requests=self._requests,
@@ -224,7 +220,7 @@ class Worker:
         self._watchdog.stop()
 
     def _read(self, part: Assign) -> Iterator[list[Row]]:
-        return self._reader.rows(part.shard, skip=_AllBut(frozenset(part.ordinals.tolist())))
+        return self._reader.rows(part.shard, skip=AllBut(part.ordinals))
 
     def _drive(self) -> None:
         """Run the engine until the feeder has closed the queue and every request is answered."""
@@ -319,24 +315,20 @@ class Worker:
 
     def _take_out(self, pool: _Pool, share_s: float, kv_bytes_per_s: float) -> list[Request]:
         """Sequences of the engine: of those that wait, and where they are not enough, of all."""
-        cost, info = pool.cost, self._engine.backend.info
-
-        def with_kv(seq: Seq) -> bool:
-            return kv_bytes_per_s > 0 and carries_kv(
-                seq.num_tokens,
-                token_s=cost.beta_p,
-                token_bytes=info.kv_bytes_per_token,
-                bytes_per_s=kv_bytes_per_s,
-            )
-
+        way = Way(pool.cost.beta_p, self._engine.backend.info.kv_bytes_per_token, kv_bytes_per_s)
         seqs, parts = pool.seqs, pool.parts
         if self._spec.engine.deterministic:
             # What runs stays: its numbers would differ when its tokens are computed in chunks.
             fresh = [index for index, seq in enumerate(seqs) if seq.started_s is None]
             seqs, parts = [seqs[i] for i in fresh], [parts[i] for i in fresh]
-        chosen = choose_given(parts, [seq.started_s is None for seq in seqs], share_s)
+        chosen = choose_given(
+            parts,
+            [seq.started_s is None for seq in seqs],
+            share_s,
+            move_s=[way.move_s(seq.num_computed_tokens) for seq in seqs],
+        )
         ids = [seqs[index].request.request_id for index in chosen]
-        return self._engine.take_out(ids, with_kv=with_kv)
+        return self._engine.take_out(ids, with_kv=lambda _: way.carries_kv)
 
     # -- what it tells --
 
@@ -373,7 +365,7 @@ class Worker:
                 items = self._outbox.take(timeout_s=0.1)
                 self._send(items)
                 if self._setup.reports:
-                    self._send_report()
+                    self._reporter.report(self._load_now)
                 if finishing and not len(self._outbox):
                     return
         finally:
@@ -397,16 +389,9 @@ class Worker:
         if records:
             self._emit(Steps(tuple(records)))
 
-    def _send_report(self) -> None:
-        now_s = self._clock()
-        if now_s < self._told_s + REPORT_S:
-            return
-        self._told_s = now_s
-        works = ()
-        if now_s >= self._told_works_s + WORKS_S:
-            self._told_works_s, works = now_s, tuple(self._busy.works())
+    def _load_now(self) -> Load:
         load = self._load if self._num_rows else Load()
-        self._emit(Report(load._replace(num_rows=self._num_rows), works))
+        return load._replace(num_rows=self._num_rows)
 
 
 class _Pool(NamedTuple):
@@ -431,13 +416,3 @@ class _Pool(NamedTuple):
         known = load_of(self.parts, self.cost)
         outside = max(0, num_rows - len(self.parts))
         return Load(num_rows, known.serial_s, known.work_s + outside * self.mean_s)
-
-
-class _AllBut:
-    """All numbers but some."""
-
-    def __init__(self, some: frozenset[int]) -> None:
-        self._some = some
-
-    def __contains__(self, number: object) -> bool:
-        return number not in self._some

@@ -273,7 +273,9 @@ class FleetSimulator:
     ) -> None:
         num_running = len(victim.running)
         waiting = [index >= num_running for index in range(len(seqs))]
-        chosen = choose_given(parts, waiting, share_s)
+        again_s = 0.0 if self._config.carries_kv else self._config.cost.beta_p
+        move_s = [again_s * seq.num_computed_tokens for seq in seqs]
+        chosen = choose_given(parts, waiting, share_s, move_s=move_s)
         moved = [seqs[index] for index in chosen]
         if not moved:
             return

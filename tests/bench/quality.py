@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import takewhile
 
 import numpy as np
@@ -23,25 +23,19 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from flows.calibration import num_cores, processor_name
-from schedulers.loop import Segment
-from schedulers.view import SeqId
 from tests.bench.common import SAMPLE, Check, arguments, mixed_workload, show_checks, write_report
 from tests.bench.peers.headrace_runner import HeadraceSide
 from tests.bench.peers.protocol import Settings
 from tests.bench.sides import KV_BYTES
-from workers.backends.base import Batch
-from workers.backends.torch_backend import TorchBackend
+from workers.backends.torch_encoder import load_causal
+from workers.encoding import PackedTexts
 from workers.loading.files import ModelFiles, resolve_model
-from workers.models.decoder import Model
-from workers.models.step import lay_out
-from workers.request import Request, RequestId, SamplingParams
-from workers.sequence import Sequence as TokenSequence
+from workers.models.device import DtypeName, pick_dtype
 
 MODEL = "smollm2"
-DTYPES = ("float32", "bfloat16", "int8")
+DTYPES: tuple[DtypeName, ...] = ("float32", "bfloat16", "int8")
 MAX_TOKENS = 256
 MIN_CHARACTERS = 400
-BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,44 +57,20 @@ class Quality:
 class Scorer:
     """Log-likelihoods of texts by one loaded model."""
 
-    def __init__(self, files: ModelFiles, dtype: str) -> None:
-        backend = TorchBackend.load(files, device="cpu", dtype=dtype)  # type: ignore[arg-type]
-        backend.allocate(num_blocks=MAX_TOKENS // BLOCK_SIZE, block_size=BLOCK_SIZE)
-        self._model: Model = backend._loaded()  # pyright: ignore[reportPrivateUsage]
-        pool = backend._pool  # pyright: ignore[reportPrivateUsage]
-        assert pool is not None
-        self._pool = pool
+    def __init__(self, files: ModelFiles, dtype: DtypeName) -> None:
+        device = torch.device("cpu")
+        self._model = load_causal(files, pick_dtype(dtype, device), device)
 
     @torch.inference_mode()
     def score(self, token_ids: Sequence[int]) -> tuple[float, torch.Tensor]:
         """Summed negative log-likelihood of all tokens but the first, and the likeliest tokens."""
-        count = len(token_ids)
-        table = list(range(-(-count // BLOCK_SIZE)))
-        segment = Segment(_sequence(token_ids), 0, count, table, sample=True)
-        layout = replace(lay_out(Batch((segment,)), BLOCK_SIZE), sampled_S=np.arange(count))
-        logits_TV = self._model.logits(layout, self._pool).rows(torch.arange(count))
+        stream_TD = self._model.stream(
+            PackedTexts.from_lists([token_ids]), np.arange(len(token_ids))
+        )
+        logits_TV = self._model.logits(stream_TD)
         log_probs = torch.log_softmax(logits_TV[:-1].double(), dim=1)
         wanted = log_probs.gather(1, torch.tensor(token_ids[1:])[:, None])
         return -wanted.sum().item(), logits_TV.argmax(dim=1)
-
-
-def _sequence(token_ids: Sequence[int]) -> TokenSequence:
-    request = Request(
-        request_id=RequestId("0"),
-        prompt_token_ids=tuple(token_ids),
-        sampling=SamplingParams(max_tokens=1),
-    )
-    seq = TokenSequence(
-        SeqId(0),
-        request,
-        sample_index=0,
-        max_model_len=MAX_TOKENS + 1,
-        eos_token_ids=frozenset(),
-        find_stop=None,
-        arrived_s=0.0,
-    )
-    seq.coroutine.close()
-    return seq
 
 
 def texts_of(tokenizer: Tokenizer, count: int) -> list[list[int]]:

@@ -24,9 +24,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from flows.model import Model
+from flows.model import Model, Vectors
 from workers.backends.base import Backend, Batch
 from workers.backends.fake import FakeBackend, FakeFaults, hashed_script
+from workers.backends.fake_encoder import FakeEncodeFaults, FakeEncoder
+from workers.encoding import PackedTexts
 from workers.sequence import FindStop
 
 VOCAB_SIZE = 1000
@@ -105,6 +107,36 @@ def fake_model(
     )
 
 
+FAKE_WIDTH = 8
+
+
+def fake_encoder_model(
+    *,
+    task: Any = "embed",
+    on_execute: Callable[[PackedTexts], None] | None = None,
+    token_s: float = 0.0,
+    faults: FakeEncodeFaults | None = None,
+    max_len: int = 512,
+) -> Model:
+    """A model whose vectors are a function of a text's words."""
+    width = 1 if task == "score" else FAKE_WIDTH
+
+    def load_encoder() -> FakeEncoder:
+        return FakeEncoder(
+            width, task=task, on_execute=on_execute, token_s=token_s, faults=faults, max_len=max_len
+        )
+
+    labels = tuple(f"LABEL_{index}" for index in range(width)) if task == "classify" else ()
+    return Model(
+        fingerprint="fake-encoder-1",
+        generation_config={},
+        load_tokenizer=WordTokenizer,
+        load_backend=lambda: FakeBackend(script=hashed_script(VOCAB_SIZE, 0, 1)),
+        load_encoder=load_encoder,
+        vectors=Vectors(width, labels),
+    )
+
+
 BEHAVIOUR = "HEADRACE_TEST_WORKERS"
 """Environment variable with a `Behaviour` as JSON, for the worker processes of a test."""
 
@@ -133,10 +165,11 @@ class Behaviour:
 
 def worker_model(spec: Any) -> Model:
     """The fake model of a worker process, as `Behaviour` says."""
-    del spec
     behaviour = Behaviour(**json.loads(os.environ.get(BEHAVIOUR, "{}")))
     log = None if behaviour.log is None else TokenLog(Path(behaviour.log))
     killers = frozenset(behaviour.killers)
+    if spec.task != "generate":
+        return fake_encoder_model(task=spec.task, token_s=behaviour.token_s)
 
     def on_execute(batch: Batch) -> None:
         if killers and any(item.seq.request.request_id in killers for item in batch.segments):

@@ -575,7 +575,7 @@ def open_ledger(url: str, dataset: Dataset) -> Ledger:
         dataset=dataset,
         generation={"model": "m"},
         output={"keep_columns": ["id"]},
-        make_record=lambda: JobRecord(
+        make_record=lambda _: JobRecord(
             job_id="job",
             created="2026-11-30T00:00:00+00:00",
             spec={},

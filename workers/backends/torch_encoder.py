@@ -27,14 +27,23 @@ from workers.models.decoder import DecoderModel, WeightedModel
 from workers.models.device import DeviceName, DtypeName, pick_device, pick_dtype
 from workers.models.encoder import EncoderModel, LoadedEncoder
 from workers.models.encoders import (
+    CLASSIFIER,
     EncoderFamily,
+    architecture_names,
     find_decoder_family,
     find_encoder_family,
     in_files,
     is_foreign,
     names_in,
 )
-from workers.models.heads import ClassifyOutput, EmbedOutput, Output, ScoreOutput, read_labels
+from workers.models.heads import (
+    ClassifyOutput,
+    EmbedOutput,
+    LastTokenHead,
+    Output,
+    ScoreOutput,
+    read_labels,
+)
 from workers.models.native_encoder import NativeEncoder
 from workers.models.weights import Places, check_weights, load_weights
 
@@ -57,6 +66,7 @@ class TorchEncoder:
         task: EncodeTask,
         device: DeviceName = "auto",
         dtype: DtypeName = "auto",
+        sentence: SentenceConfig | None = None,
     ) -> TorchEncoder:
         """Load a model's weights.
 
@@ -67,6 +77,7 @@ class TorchEncoder:
             dtype: of what is multiplied; `auto` takes bfloat16 where the hardware multiplies it,
                 else float32 (CPU) or float16 (GPU). Instead of these, and of bfloat16, it is int16
                 where the native encoder runs the model: as fast, and more exact.
+            sentence: how embed makes a vector of a text; None: as the files say.
 
         Raises:
             ModelError: the architecture, the device or the number format is not supported or does
@@ -78,11 +89,11 @@ class TorchEncoder:
         family = find_encoder_family(files.config)
         with translated(f"loading {files.name}"):
             if family is None:
-                made = _make_from_decoder(files, task, number, place)
+                made = _make_from_decoder(files, task, number, place, sentence)
             else:
                 if dtype in ("auto", "bfloat16") and _runs_natively(files, family, place):
                     number = torch.int16
-                made = _make_from_encoder(files, family, task, number, place)
+                made = _make_from_encoder(files, family, task, number, place, sentence)
         info = _describe(files, made, task, number, place)
         _log.info("%s for %s: width %d, %s on %s", info.name, task, info.width, number, place)
         return cls(made.output, info, place)
@@ -134,6 +145,7 @@ def _make_from_encoder(
     task: EncodeTask,
     dtype: torch.dtype,
     device: torch.device,
+    sentence: SentenceConfig | None,
 ) -> _Made:
     if dtype == torch.int8:
         raise ModelError("int8 is not for encoders; use bfloat16 or float32")
@@ -144,7 +156,7 @@ def _make_from_encoder(
         )
     if task == "classify":
         return _make_classifier(files, family, dtype, device)
-    sentence = read_sentence_config(files)
+    sentence = sentence or read_sentence_config(files)
     model = _load_encoder(files, family, dtype, device, extra={})
     return _Made(model, EmbedOutput(model, sentence), sentence=sentence)
 
@@ -171,8 +183,8 @@ def _make_classifier(
 def _no_classifier(files: ModelFiles) -> ModelError:
     return ModelError(
         f"{files.name} has the architecture {files.config.get('architectures')!r} and no "
-        "classification head that is supported; give a ...ForSequenceClassification model of an "
-        "encoder family, or give choices, which a language model scores"
+        "classification head; give a ...ForSequenceClassification model, or give choices, which a "
+        "language model scores"
     )
 
 
@@ -206,22 +218,51 @@ def _load_encoder(
 
 
 def _make_from_decoder(
-    files: ModelFiles, task: EncodeTask, dtype: torch.dtype, device: torch.device
+    files: ModelFiles,
+    task: EncodeTask,
+    dtype: torch.dtype,
+    device: torch.device,
+    sentence: SentenceConfig | None,
 ) -> _Made:
     if task == "classify":
-        raise _no_classifier(files)
+        return _make_decoder_classifier(files, dtype, device)
     if task == "score":
-        scorer = _load_decoder(files, dtype, device, has_head=True)
+        scorer = load_causal(files, dtype, device)
         return _Made(scorer, ScoreOutput(scorer))
-    sentence = read_sentence_config(files, is_decoder=True)
-    model = _load_decoder(files, dtype, device, has_head=False)
+    sentence = sentence or read_sentence_config(files, is_decoder=True)
+    model = load_causal(files, dtype, device, has_head=False)
     return _Made(model, EmbedOutput(model, sentence), sentence=sentence)
 
 
-def _load_decoder(
-    files: ModelFiles, dtype: torch.dtype, device: torch.device, *, has_head: bool
+def _make_decoder_classifier(files: ModelFiles, dtype: torch.dtype, device: torch.device) -> _Made:
+    find_decoder_family(files.config)  # says what is supported
+    if not architecture_names(files.config)[0].endswith(CLASSIFIER):
+        raise _no_classifier(files)
+    labels = read_labels(files.config)
+    model = load_causal(files, dtype, device, has_head=False)
+    head = LastTokenHead(size=model.hidden_size, num_labels=len(labels.names), device=device)
+    places = head.places()
+    check_weights(files.weight_files, places, is_ignored=lambda name: name not in places)
+    load_weights(files.weight_files, places)
+    return _Made(model, ClassifyOutput(model, head, labels), labels=labels.names)
+
+
+def load_causal(
+    files: ModelFiles, dtype: torch.dtype, device: torch.device, *, has_head: bool = True
 ) -> CausalModel:
-    """A decoder; without a head its embedding stands for it, which takes no memory."""
+    """A decoder as a reader of texts.
+
+    Args:
+        files: the checked folder.
+        dtype: of what is multiplied; int8 on the native decoder only.
+        device: where it computes.
+        has_head: False: only hidden states will be asked. The embedding stands for the head then,
+            which takes no memory.
+
+    Raises:
+        ModelError: the architecture or the number format is not supported, or the weights do not
+            belong to config.json.
+    """
     family = find_decoder_family(files.config)
     config = family.read_config(files.config)
     if not has_head:
@@ -238,7 +279,9 @@ def _load_decoder(
     check_weights(
         files.weight_files,
         wanted,
-        is_ignored=lambda name: outline.is_ignored(name) and name not in wanted,
+        is_ignored=lambda name: (
+            name not in wanted and (outline.is_ignored(name) or name.startswith("score."))
+        ),
     )
     if dtype == torch.int8 and not native.supports(outline, dtype=dtype, device=device):
         raise ModelError(
@@ -268,6 +311,7 @@ def _describe(
         weights_bytes=made.model.weights_bytes,
         activation_bytes_per_token=made.model.activation_bytes_per_token,
         num_parameters=made.model.num_parameters,
+        scratch_bytes=made.output.scratch_bytes,
     )
 
 

@@ -15,7 +15,11 @@ from workers.loading.safetensors_file import read_header
 _ENCODERS = ("Bert", "Camembert", "DistilBert", "ModernBert", "Roberta", "XLMRoberta")
 _DECODERS = ("Llama", "Mistral", "Qwen2", "Qwen3")
 OWN_ARCHITECTURES = frozenset(
-    [stem + kind for stem in _DECODERS for kind in ("ForCausalLM", "Model")]
+    [
+        stem + kind
+        for stem in _DECODERS
+        for kind in ("ForCausalLM", "ForSequenceClassification", "Model")
+    ]
     + [
         stem + kind
         for stem in _ENCODERS
@@ -106,6 +110,14 @@ def open_folder(name: str, folder: Path, *, identity: str | None = None) -> Mode
         generation_config=generation_config,
         fingerprint=identity or fingerprint(small, weight_files),
     )
+
+
+def is_decoder(config: Mapping[str, object]) -> bool:
+    """Whether a config.json is of one of our decoders, with or without its head."""
+    names = config.get("architectures")
+    found = cast("list[object]", names) if isinstance(names, list) else []
+    stems = (str(name).removesuffix("ForCausalLM").removesuffix("Model") for name in found)
+    return any(stem in _DECODERS for stem in stems)
 
 
 def _refuse_remote_code(folder: Path, config: Mapping[str, object]) -> None:

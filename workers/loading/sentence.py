@@ -6,8 +6,9 @@
     2_Dense/config.json, .safetensors   a projection behind it
     config_sentence_transformers.json   prompts
 
-A folder without modules.json is a plain transformer: mean pooling for encoders, the last token for
-decoders, no normalisation.
+A folder without modules.json is a plain transformer: mean pooling, but the last token for language
+models, and no normalisation, as sentence-transformers has it. (It also makes a chat of each text
+where a plain language model has a chat template; here texts are read as they are.)
 """
 
 from __future__ import annotations
@@ -113,14 +114,16 @@ def read_sentence_config(files: ModelFiles, *, is_decoder: bool = False) -> Sent
 
     Args:
         files: the model.
-        is_decoder: the transformer is causal.
+        is_decoder: the transformer is causal. One that was made to continue texts (...ForCausalLM)
+            has read a text when it comes to its last token.
 
     Raises:
         ModelError: a file is damaged, or asks for something that is not supported.
     """
     path = files.folder / "modules.json"
     if not path.exists():
-        return SentenceConfig(pooling=("lasttoken",) if is_decoder else ("mean",))
+        continues = is_decoder and "ForCausalLM" in str(files.config.get("architectures"))
+        return SentenceConfig(pooling=("lasttoken",) if continues else ("mean",))
     found = _Found()
     for module in _modules(path):
         _READERS[_kind(path, module)](files.folder, module, found)

@@ -1,6 +1,7 @@
 """Decoders that read texts: hidden states and logits of all positions, with nothing kept.
 
-Legend: N texts, T tokens, S wanted rows, D hidden size, V vocabulary, M blocks per table, R rows.
+Legend: N texts, T tokens, S wanted rows in ascending order, D hidden size, V vocabulary, M blocks
+per table, R rows.
 
 No keys and values outlive a layer: the torch code attends over the batch itself, and the native
 decoder writes those of every layer to the same memory. The residual stream is float32 in both.
@@ -12,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -54,7 +56,9 @@ class CausalModel(Protocol):
         ...
 
     def stream(self, batch: PackedTexts, rows_S: Places) -> Tensor:
-        """The residual stream (S, D) of some rows behind the last layer, for `logits`."""
+        """The residual stream (S, D) of some rows behind the last layer, for `logits`. The rows
+        are in ascending order.
+        """
         ...
 
     def logits(self, stream_RD: Tensor) -> Tensor:
@@ -177,26 +181,72 @@ class NativeCausal:
 
 
 def lay_out_texts(batch: PackedTexts, rows_S: Places, block_size: int) -> StepLayout:
-    """Packed texts as a step whose segments are whole texts, each over blocks of its own."""
-    lengths_N = batch.lengths_N
-    position_T = np.arange(batch.num_tokens) - np.repeat(batch.begins_N, lengths_N)
-    num_blocks_N = -(-lengths_N // block_size)
-    first_block_N = num_blocks_N.cumsum() - num_blocks_N
-    blocks_M = np.arange(int(num_blocks_N.max(initial=1)))
-    # Filled up with a text's own first block: entries behind its last are not read.
-    tables_NM = first_block_N[:, None] + np.where(blocks_M < num_blocks_N[:, None], blocks_M, 0)
-    block_T = np.repeat(first_block_N, lengths_N) + position_T // block_size
+    """Packed texts as a step: a segment a text, over blocks of its own. What a text begins with is
+    computed once for the texts behind it that begin with it too: they start later, over the blocks
+    of the first one. Rows are of the batch; those of the layout are fewer then.
+    """
+    lengths_N, begins_N = batch.lengths_N, batch.begins_N
+    shared_N, leader_N = shared_prefixes(batch, rows_S, block_size)
+    counts_N = lengths_N - shared_N
+    ends_N = counts_N.cumsum()
+    owner_T = np.repeat(np.arange(len(batch)), counts_N)
+    position_T = np.arange(len(owner_T)) + (shared_N - ends_N + counts_N)[owner_T]
+    tables_NM = _tables(lengths_N, shared_N, leader_N, block_size)
+    blocks_T = tables_NM[owner_T, position_T // block_size]
+    owner_S = np.searchsorted(batch.ends_N, rows_S, side="right")
     return StepLayout(
-        token_ids_T=batch.token_ids_T.astype(np.int64),
+        token_ids_T=batch.token_ids_T[begins_N[owner_T] + position_T].astype(np.int64),
         position_T=position_T,
-        slots_T=block_T * block_size + position_T % block_size,
-        sampled_S=rows_S,
-        ends_G=batch.ends_N,
-        counts_G=lengths_N,
-        starts_G=np.zeros(len(batch), dtype=np.int64),
+        slots_T=blocks_T * block_size + position_T % block_size,
+        sampled_S=rows_S + (ends_N - counts_N - begins_N - shared_N)[owner_S],
+        ends_G=ends_N,
+        counts_G=counts_N,
+        starts_G=shared_N,
         tables_GM=tables_NM,
-        num_chunks=int((lengths_N > 1).sum()),
+        num_chunks=int((counts_N > 1).sum()),
     )
+
+
+def _tables(
+    lengths_N: Places, shared_N: Places, leader_N: Places, block_size: int
+) -> NDArray[np.int64]:
+    """Block tables (N, M): the leader's blocks, then own ones; filled up with an own one, which is
+    not read there.
+    """
+    num_shared_N1 = (shared_N // block_size)[:, None]
+    num_blocks_N1 = -(-lengths_N // block_size)[:, None]
+    num_own_N = (num_blocks_N1 - num_shared_N1)[:, 0]
+    first_N1 = (num_own_N.cumsum() - num_own_N)[:, None]
+    index_M = np.arange(int(num_blocks_N1.max(initial=1)))
+    own_NM = first_N1 + np.where(index_M < num_blocks_N1, index_M - num_shared_N1, 0)
+    return np.where(index_M < num_shared_N1, first_N1[leader_N] + index_M, own_NM)
+
+
+def shared_prefixes(batch: PackedTexts, rows_S: Places, block_size: int) -> tuple[Places, Places]:
+    """Which texts begin like one before them: the tokens, in whole blocks, that each has in common
+    with its leader, the nearest text before it that shares nothing itself; and that leader.
+
+    A text's wanted rows are its own: it shares what lies before the first of them.
+    """
+    begins_N, ends_N = batch.begins_N, batch.ends_N
+    first_wanted_N = np.append(rows_S, batch.num_tokens)[np.searchsorted(rows_S, begins_N)]
+    most_N = (np.minimum(first_wanted_N, ends_N - 1) - begins_N) // block_size * block_size
+    shared_N = np.zeros(len(batch), dtype=np.int64)
+    leader_N = np.arange(len(batch))
+    leader = 0
+    for index, most in enumerate(most_N.tolist()):
+        most = min(most, int(ends_N[leader] - begins_N[leader]))  # noqa: PLW2901
+        if index and most >= block_size:
+            first = batch.token_ids_T[begins_N[leader] : begins_N[leader] + most]
+            own = batch.token_ids_T[begins_N[index] : begins_N[index] + most]
+            differs = np.flatnonzero(first != own)
+            common = int(differs[0]) if len(differs) else most
+            shared_N[index] = common // block_size * block_size
+        if shared_N[index]:
+            leader_N[index] = leader
+        else:
+            leader = index
+    return shared_N, leader_N
 
 
 def count_parameters(model: DecoderModel) -> int:

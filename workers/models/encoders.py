@@ -158,20 +158,22 @@ def find_encoder_family(raw: Mapping[str, object]) -> EncoderFamily | None:
 
 
 def find_decoder_family(raw: Mapping[str, object]) -> Family:
-    """The decoder family of a config.json that may be of the bare model (`LlamaModel`).
+    """The decoder family of a config.json that may be of the bare model (`LlamaModel`) or of a
+    classifier.
 
     Raises:
         ModelError: the architecture is of no encoder or decoder that is supported, or the decoder
             has been made to see what comes after a token.
     """
     names = architecture_names(raw)
-    causal = [name.removesuffix("Model") + "ForCausalLM" for name in names]
+    stems = [name.removesuffix("Model").removesuffix(CLASSIFIER) for name in names]
+    causal = [stem + "ForCausalLM" for stem in stems]
     known = [name for name in (*names, *causal) if name in FAMILIES]
     if not known:
-        stems = ", ".join((*ENCODER_FAMILIES, *(f.removesuffix("ForCausalLM") for f in FAMILIES)))
+        decoders = (name.removesuffix("ForCausalLM") for name in FAMILIES)
         raise ModelError(
             f"the model's architecture is {raw.get('architectures')!r}; supported are models of "
-            f"the families {stems}"
+            f"the families {', '.join((*ENCODER_FAMILIES, *decoders))}"
         )
     if raw.get("is_causal") is False or raw.get("use_bidirectional_attention") is True:
         raise ModelError(

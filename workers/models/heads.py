@@ -37,6 +37,11 @@ class Output(Protocol):
     @property
     def width(self) -> int: ...
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Upper estimate of scratch memory beside the model's, whatever the texts."""
+        ...
+
     def __call__(self, texts: PackedTexts) -> Tensor:
         """(N, width), float32. Each text has a token."""
         ...
@@ -47,6 +52,8 @@ class Output(Protocol):
 
 class EmbedOutput:
     """Pooled hidden states, projected and normalised as the model's files say."""
+
+    scratch_bytes = 0  # what is pooled is smaller than what a layer had alive
 
     def __init__(self, model: EncoderModel, config: SentenceConfig) -> None:
         self._model = model
@@ -199,6 +206,8 @@ def _label_names(raw: Mapping[str, object]) -> tuple[str, ...]:
 class ClassifyOutput:
     """Probabilities of labels."""
 
+    scratch_bytes = 0
+
     def __init__(self, model: EncoderModel, head: ClassifyHead, labels: Labels) -> None:
         self._model = model
         self._head = head
@@ -267,6 +276,19 @@ class DenseHead:
             name, norm = self._norm
             places.update(norm.places(name))
         return places
+
+
+class LastTokenHead:
+    """A projection of the last token's hidden state: of decoders."""
+
+    def __init__(self, *, size: int, num_labels: int, device: torch.device) -> None:
+        self._score = Linear(Make(torch.float32, device), num_labels, size, bias=False)
+
+    def __call__(self, hidden_TD: Tensor, texts: PackedTexts) -> Tensor:
+        return self._score(pool(hidden_TD, texts, ("lasttoken",)))
+
+    def places(self) -> WeightPlaces:
+        return dict(self._score.places("score"))
 
 
 def bert_head(
@@ -349,13 +371,17 @@ class ScoreOutput:
     def __init__(self, model: CausalModel) -> None:
         self._model = model
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Logits, in the weights' type and in float32, and their exponentials."""
+        return 3 * 4 * max(LOGITS_AT_ONCE, self._model.vocab_size)
+
     def __call__(self, texts: PackedTexts) -> Tensor:
-        num_scored_N = texts.num_scored_N
-        logprobs_S = self.logprobs(texts).double()
-        owner_S = torch.from_numpy(np.repeat(np.arange(len(texts)), num_scored_N))
-        sums_N = torch.zeros(len(texts), dtype=torch.float64, device=logprobs_S.device)
-        sums_N.index_add_(0, owner_S.to(logprobs_S.device), logprobs_S)
-        return sums_N.float()[:, None]
+        # Added up on the host: some devices have no float64.
+        logprobs_S = self.logprobs(texts).cpu().double().numpy()
+        owner_S = np.repeat(np.arange(len(texts)), texts.num_scored_N)
+        sums_N = np.bincount(owner_S, weights=logprobs_S, minlength=len(texts))
+        return torch.from_numpy(sums_N).float()[:, None]
 
     def logprobs(self, texts: PackedTexts) -> Tensor:
         """Of each scored token, text after text, float32. (S)"""

@@ -20,9 +20,10 @@ SPEC_OPTIONS = """
     --top-p --min-p --repetition-penalty --presence-penalty --frequency-penalty --stop
     --stop-token-id --ignore-eos --logprobs --n --seed --output-schema --guided --on-too-long
     --policy --dtype --device --memory --max-batch-tokens --max-seqs --deterministic
-    --overflow-probability --sizing --workers --cluster
+    --overflow-probability --sizing --workers --cluster --start-timeout-s
     --shard-tokens --checkpoint-s --row-timeout-s --max-error-rate --retry-errors --overwrite
-    --credentials --job
+    --credentials --partition-by --vector-dtype --normalize --pooling --prompt-name --choice
+    --superbatch-min --superbatch-max --job
 """.split()
 OPTIONS = {
     "run": {*SPEC_OPTIONS, "--prefect", "--profile"},

@@ -78,7 +78,7 @@ def test_rows_that_kill_are_found_and_no_others(seed: int) -> None:
             if row in killers and row not in condemned:
                 return batch[at:]
             open_rows.discard(row)
-            suspects.note_answer(row)
+            suspects.note_answers({row})
         return None
 
     waiting = list(rows)

@@ -320,7 +320,7 @@ def test_checkpointed_rows_of_a_job_that_is_not_done_count(tmp_path) -> None:
         shards=cut_shards(dataset, cost=cost, target_tokens=2),
     )  # fmt: skip
     ledger = Ledger.open(
-        str(output), dataset=dataset, generation={}, output={}, make_record=lambda: record
+        str(output), dataset=dataset, generation={}, output={}, make_record=lambda _: record
     ).ledger
     samples = [
         {"text": "", "finish_reason": "stop", "completion_tokens": 3},

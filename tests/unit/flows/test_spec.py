@@ -192,12 +192,14 @@ def test_c11_every_field_has_been_decided_upon() -> None:
     left_out = {
         "output", "policy", "device", "memory", "max_batch_tokens", "max_seqs", "shard_tokens",
         "checkpoint_s", "row_timeout_s", "max_error_rate", "retry_errors", "overwrite", "revision",
-        "overflow_probability", "sizing", "workers", "cluster", "credentials",
+        "overflow_probability", "sizing", "workers", "cluster", "credentials", "start_timeout_s",
+        "superbatch_min", "superbatch_max",
     }  # fmt: skip
     generation, output = keys(BASE)
-    renamed = {"stop_token_id": "stop_token_ids"}
+    encoding = keys(BASE, task="embed").generation
+    renamed = {"stop_token_id": "stop_token_ids", "choice": "choices"}
     fields = {renamed.get(option.key, option.key) for option in spec_options()}
-    assert fields == generation.keys() | output.keys() | left_out
+    assert fields == generation.keys() | encoding.keys() | output.keys() | left_out
 
 
 def test_c22_schema_is_read_into_the_spec(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from schedulers.load import (
     load_of,
     part_of,
 )
-from schedulers.route import MOVE_S, carries_kv, next_receiver, plan_steal
+from schedulers.route import MOVE_S, Way, next_receiver, plan_steal
 
 COST = StepCost(alpha_p=0.01, beta_p=1e-3, alpha_d=5e-3, beta_d=2e-3, alpha_mb=0.0, mix_a=0.0)
 
@@ -85,7 +85,7 @@ def test_what_waits_is_given_before_what_runs(seed: int) -> None:
     waiting = [rng.random() < 0.5 for _ in parts]
     waiting_s = sum(part.work_s for part, waits in zip(parts, waiting, strict=True) if waits)
     for share_s in (0.0, waiting_s / 2, waiting_s + 1.0):
-        chosen = choose_given(parts, waiting, share_s)
+        chosen = choose_given(parts, waiting, share_s, move_s=[0.0] * len(parts))
         assert len(set(chosen)) == len(chosen)
         given_s = sum(parts[index].work_s for index in chosen)
         assert abs(given_s - min(share_s, sum(p.work_s for p in parts))) <= 3.0
@@ -148,5 +148,17 @@ def test_a_move_is_the_best_of_all_and_makes_the_end_no_later(seed: int) -> None
 
 
 def test_keys_travel_where_that_is_sooner() -> None:
-    assert carries_kv(500, token_s=1e-3, token_bytes=23_040, bytes_per_s=5e8)
-    assert not carries_kv(500, token_s=1e-6, token_bytes=23_040, bytes_per_s=5e8)
+    slow, fast = Way(1e-3, 23_040, 5e8), Way(1e-6, 23_040, 5e8)
+    assert slow.carries_kv
+    assert slow.move_s(500) == pytest.approx(500 * 23_040 / 5e8)
+    assert not fast.carries_kv
+    assert fast.move_s(500) == pytest.approx(5e-4)
+    assert not Way(1e-3, 23_040, 0.0).carries_kv
+
+
+def test_what_runs_moves_only_where_it_is_worth_its_way() -> None:
+    parts = [Part(10.0, 1.0), Part(10.0, 1.0), Part(10.0, 0.1)]
+    waiting = [False, False, True]
+    assert choose_given(parts, waiting, 1.0, move_s=[0.4, 0.6, 9.0]) == [2, 0]
+    assert choose_given(parts, waiting, 1.0, move_s=[0.6, 0.6, 9.0]) == [2]
+

@@ -6,7 +6,10 @@ import os
 
 import pytest
 
+from storage.durable import FolderSync
+
 
 @pytest.fixture(autouse=True)
 def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda _: None)
+    monkeypatch.setattr(FolderSync, "sync", lambda _: None)

@@ -100,7 +100,7 @@ class Job:
             dataset=dataset,
             generation={**self.generation, "input": dataset.fingerprint},
             output={"keep_columns": list(self.kept)},
-            make_record=lambda: JobRecord(
+            make_record=lambda _: JobRecord(
                 job_id="job",
                 created=CREATED,
                 spec={"input": str(self.input)},

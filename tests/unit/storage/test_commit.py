@@ -161,7 +161,7 @@ def test_c04_a_shard_whose_result_could_not_be_written_is_not_committed(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("storage.writer.pq.ParquetWriter", full)
+        patch.setattr("storage.joined.row_groups", full)
         with pytest.raises(OutputError, match="No space left"):
             job.run()
     assert not job.results()

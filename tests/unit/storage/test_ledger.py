@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from storage.errors import LedgerError, OutputError, OutputMismatch
-from storage.ledger import Ledger, Opened
+from storage.ledger import Ledger, NewOutput, Opened
 from storage.record import JobRecord, differences
 from storage.results import ResultColumns, ResultRow
 from storage.rows import read_shard
@@ -44,7 +44,7 @@ def open_at(url: str, dataset: Dataset, **options: Any) -> Opened:
         dataset=dataset,
         generation=record.generation,
         output=record.output,
-        make_record=lambda: record,
+        make_record=lambda _: record,
         **options,
     )
 
@@ -109,7 +109,7 @@ def test_c10_the_plan_of_the_first_run_stays(tmp_path: Path, dataset: Dataset) -
     first = open_at(str(tmp_path / "out"), dataset).ledger
     first.release()
 
-    def never() -> JobRecord:
+    def never(_: NewOutput) -> JobRecord:
         raise AssertionError("a record was made for an output that has one")
 
     again, resumed = Ledger.open(

@@ -20,7 +20,7 @@ from workers.errors import ModelError
 from workers.kernels import decoder as kernel
 from workers.loading.files import resolve_model
 from workers.models import heads
-from workers.models.causal import NativeCausal
+from workers.models.causal import NativeCausal, lay_out_texts, shared_prefixes
 from workers.models.heads import ScoreOutput, scored_tokens
 
 LENGTHS = (7, 60, 1, 23, 23, 2, 41, 16, 100, 17)
@@ -164,6 +164,68 @@ def test_native_results_do_not_depend_on_the_batch(task, tiny_folder) -> None:
     np.testing.assert_array_equal(again[::-1], together)
 
 
+def make_choices(num_prompts: int, seed: int = 0) -> tuple[list[list[int]], list[int]]:
+    """Texts of prompts and choices, and where the choices begin."""
+    rng = random.Random(seed)
+    texts, first = list[list[int]](), list[int]()
+    for _ in range(num_prompts):
+        (prompt,) = make_texts(rng.randrange(1, 80), seed=rng.randrange(10**6))
+        for _ in range(rng.randrange(1, 5)):
+            (choice,) = make_texts(rng.randrange(1, 20), seed=rng.randrange(10**6))
+            texts.append(prompt + choice)
+            first.append(len(prompt))
+    return texts, first
+
+
+@needs_kernel
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+def test_a_prompt_is_computed_once_for_all_its_choices(family, tiny_folder, reference) -> None:
+    """And the numbers are, to the bit, those of each text alone."""
+    texts, first = make_choices(12)
+    backend = load(tiny_folder(family), task="score", dtype="bfloat16")
+    packed = PackedTexts.from_lists(texts, first=first)
+    layout = lay_out_texts(packed, scored_tokens(packed) - 1, 16)
+    assert layout.num_tokens < 0.7 * packed.num_tokens
+    together = backend.execute(packed)
+    alone = [
+        backend.execute(PackedTexts.from_lists([ids], first=[start]))
+        for ids, start in zip(texts, first, strict=True)
+    ]
+    np.testing.assert_array_equal(together, np.concatenate(alone))
+    encoded = Encoder(backend, max_batch_tokens=256, clock=lambda: 0.0).encode(packed)
+    np.testing.assert_array_equal(encoded.vectors, together)
+    want = [
+        reference(family, ids)[1][start - 1 :].sum()
+        for ids, start in zip(texts, first, strict=True)
+    ]
+    np.testing.assert_allclose(together[:, 0], want, rtol=0.03, atol=1)
+
+
+def test_shared_prefixes_by_brute_force() -> None:
+    """Small blocks and few different tokens, so that much is shared and much differs."""
+    rng = random.Random(0)
+    num_shared = 0
+    for _ in range(300):
+        lists = [[rng.randrange(2) for _ in range(rng.randrange(1, 9))] for _ in range(5)]
+        first = [rng.randrange(1, 9) for _ in lists]
+        texts = PackedTexts.from_lists(lists, first=first)
+        rows_S = scored_tokens(texts) - 1
+        shared_N, leader_N = shared_prefixes(texts, rows_S, 2)
+        leader = 0
+        for index, ids in enumerate(lists):
+            wanted = [row - texts.begins_N[index] for row in rows_S.tolist()]
+            wanted = [row for row in wanted if 0 <= row < len(ids)]
+            most = min([len(ids) - 1, *wanted])
+            same = [a == b for a, b in zip(ids, lists[leader], strict=False)]
+            common = same.index(False) if False in same else len(same)
+            want = min(common, most) // 2 * 2 if index else 0
+            assert shared_N[index] == want
+            leader = leader if want else index
+            assert leader_N[index] == leader
+            num_shared += want
+    assert num_shared > 300
+
+
 @needs_kernel
 def test_int8_scores(tiny_folder, reference) -> None:
     texts = make_texts(40, 60)
@@ -179,7 +241,9 @@ def rewrite(path: Path, **changes: object) -> None:
 
 
 def test_a_bare_decoder_without_prefix_and_head(tmp_path, reference, tiny_folder) -> None:
-    """As embedding models are often stored: `layers.0...` of a `Qwen3Model`."""
+    """As embedding models are often stored: `layers.0...` of a `Qwen3Model`. Pooled by the mean, as
+    it is no language model by name.
+    """
     folder = make_tiny_model("qwen3", tmp_path)
     path = folder / "model.safetensors"
     bare = {
@@ -191,7 +255,7 @@ def test_a_bare_decoder_without_prefix_and_head(tmp_path, reference, tiny_folder
     rewrite(folder / "config.json", architectures=["Qwen3Model"], tie_word_embeddings=False)
     texts = make_texts(9, 30)
     got = load(folder, task="embed").execute(PackedTexts.from_lists(texts))
-    want = np.stack([reference("qwen3", ids)[0][-1] for ids in texts])
+    want = np.stack([reference("qwen3", ids)[0].mean(axis=0) for ids in texts])
     np.testing.assert_allclose(got, want, atol=1e-4)
 
 
@@ -199,6 +263,23 @@ def test_a_head_of_its_own_takes_no_memory_for_embeddings(tiny_folder) -> None:
     embed = load(tiny_folder("llama"), task="embed").info.weights_bytes
     score = load(tiny_folder("llama"), task="score").info.weights_bytes
     assert score - embed == VOCAB_SIZE * 144 * 4
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_decoders_that_classify(family, tmp_path) -> None:
+    classes = transformers.AutoModelForSequenceClassification
+    folder = make_tiny_model(family, tmp_path)
+    model = classes.from_pretrained(folder, num_labels=3, dtype=torch.float32)
+    torch.nn.init.normal_(model.score.weight)
+    model.save_pretrained(folder)
+    texts = make_texts(9, 30, 1, 17)
+    backend = load(folder, task="classify")
+    assert backend.info.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
+    with torch.inference_mode():
+        want = torch.cat([model(torch.tensor([ids])).logits for ids in texts]).softmax(dim=1)
+    got = backend.execute(PackedTexts.from_lists(texts))
+    np.testing.assert_allclose(got, want.numpy(), atol=1e-4)
+    assert load(folder, task="embed").info.width == 144
 
 
 def test_what_is_refused(tmp_path, tiny_folder) -> None:

@@ -18,6 +18,9 @@ from workers.backends.torch_encoder import TorchEncoder
 from workers.encoding import Encoder, PackedTexts
 from workers.errors import InternalError, ModelError
 from workers.loading.files import resolve_model
+from workers.loading.folder import OWN_ARCHITECTURES
+from workers.models.encoders import CLASSIFIER, ENCODER_FAMILIES, SUFFIXES
+from workers.models.registry import FAMILIES
 
 TOLERANCE = 2e-5
 LENGTHS = (7, 60, 1, 23, 23, 2, 41, 7, 100)
@@ -247,6 +250,15 @@ def test_a_window_of_a_modernbert_and_its_layers_are_checked(tmp_path) -> None:
     rewrite(folder / "config.json", layer_types=["full_attention"])
     with pytest.raises(ModelError, match="layer_types"):
         load(folder)
+
+
+def test_models_that_we_run_need_no_remote_code() -> None:
+    """The list that is read without torch is that of the tables."""
+    ours = {stem + suffix for stem in ENCODER_FAMILIES for suffix in SUFFIXES}
+    for name in FAMILIES:
+        stem = name.removesuffix("ForCausalLM")
+        ours |= {name, stem + "Model", stem + CLASSIFIER}
+    assert ours == OWN_ARCHITECTURES
 
 
 def test_what_the_info_says(tiny_folder) -> None:

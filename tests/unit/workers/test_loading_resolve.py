@@ -10,6 +10,7 @@ import pytest
 from tests.unit.workers.loading_models import write_folder
 from workers.errors import ModelError
 from workers.loading import files as files_module
+from workers.loading import hub
 from workers.loading.cache import cache_root
 from workers.loading.files import resolve_model
 
@@ -49,6 +50,20 @@ def test_a_cached_hub_model_needs_no_network(
     files = resolve_model("org/name", revision="v1")
     assert files.name == "org/name"
     assert files.folder == repo / "snapshots" / commit
+
+
+def test_what_is_fetched_from_the_hub() -> None:
+    """The model and the modules of sentence-transformers, and no other formats or code."""
+    from huggingface_hub.utils import filter_repo_objects
+
+    wanted = ["config.json", "model.safetensors", "chat_template.jinja", "modules.json"]
+    wanted += ["1_Pooling/config.json", "2_Dense/model.safetensors", "2_Dense/config.json"]
+    unwanted = ["onnx/config.json", "openvino/x.json", "pytorch_model.bin", "modeling_x.py"]
+    unwanted += ["2_Dense/pytorch_model.bin", "gguf/model.safetensors"]
+    found = filter_repo_objects(
+        [*wanted, *unwanted], allow_patterns=list(hub.ALLOW), ignore_patterns=list(hub.IGNORE)
+    )
+    assert list(found) == wanted
 
 
 def test_a_revision_needs_a_hub_id(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from tests.unit.workers.tiny_encoders import make_tiny_encoder
-from tests.unit.workers.tiny_models import SENTENCES
+from tests.unit.workers.tiny_models import SENTENCES, make_tiny_model
 from workers.backends.torch_encoder import TorchEncoder
 from workers.encoding import PackedTexts
 from workers.errors import ModelError, UnsafeModelError
@@ -134,8 +135,23 @@ def test_a_plain_transformer_is_pooled_by_the_mean(folder) -> None:
     assert (config.pooling, config.normalize, config.dense) == (("mean",), False, ())
     assert config.prompt() == ""
     np.testing.assert_allclose(embed(folder, TEXTS), reference(folder, TEXTS), atol=2e-5)
-    decoder = read_sentence_config(resolve_model(str(folder)), is_decoder=True)
-    assert decoder.pooling == ("lasttoken",)
+
+
+@pytest.mark.parametrize("modules", [None, "last", "mean", "weighted"])
+@pytest.mark.parametrize("family", ["llama-plain", "mistral", "qwen3"])
+def test_decoders_embed_as_in_sentence_transformers(family, modules, tmp_path) -> None:
+    """As they are, by their last token; or as their files say. (Of a plain language model with a
+    chat template, sentence-transformers makes each text a chat, which we leave to prompts.)
+    """
+    folder = make_tiny_model(family, tmp_path)
+    (folder / "chat_template.jinja").unlink()
+    if modules is not None:
+        pooling = POOLINGS[modules] | {"word_embedding_dimension": 144}
+        write_modules(folder, "Pooling", "Normalize", pooling=pooling)
+        write(folder / "sentence_bert_config.json", {"max_seq_length": 70})
+    texts = [text for text in TEXTS if text]
+    want = reference(folder, texts)
+    np.testing.assert_allclose(embed(folder, texts), want, atol=1e-4)
 
 
 def test_prompts(folder) -> None:
@@ -174,72 +190,58 @@ def dense_config(**changes: Any) -> dict[str, Any]:
     return {"in_features": 48, "out_features": 8, "activation_function": activation, **changes}
 
 
-def breakages() -> dict[str, Any]:
-    def unknown(folder: Path) -> None:
-        write_modules(folder, "Pooling", "WordWeights")
+def broken(
+    *kinds: str,
+    pooling: dict[str, Any] | None = None,
+    files: dict[str, object] | None = None,
+    replace: tuple[str, str] = ("", ""),
+) -> Callable[[Path], None]:
+    """A change of a folder: modules, more files, something replaced in modules.json."""
 
-    def foreign(folder: Path) -> None:
-        write_modules(folder, "Pooling")
+    def change(folder: Path) -> None:
+        write_modules(folder, *kinds, pooling=pooling)
+        for name, value in (files or {}).items():
+            write(folder / name, value)
         path = folder / "modules.json"
-        path.write_text(path.read_text().replace("sentence_transformers.", "evil_package."))
+        path.write_text(path.read_text().replace(*replace) if replace[0] else path.read_text())
 
-    def no_pooling(folder: Path) -> None:
-        write_modules(folder, "Normalize")
-
-    def late_dense(folder: Path) -> None:
-        write_modules(folder, "Pooling", "Normalize", "Dense")
-        write(folder / "3_Dense" / "config.json", dense_config())
-
-    def no_list(folder: Path) -> None:
-        write(folder / "modules.json", {"a": 1})
-
-    def outside(folder: Path) -> None:
-        write_modules(folder, "Pooling")
-        path = folder / "modules.json"
-        path.write_text(path.read_text().replace("1_Pooling", "../1_Pooling"))
-
-    def unknown_pooling(folder: Path) -> None:
-        write_modules(folder, "Pooling", pooling={"pooling_mode": "median"})
-
-    def activation(folder: Path) -> None:
-        write_modules(folder, "Pooling", "Dense")
-        write(folder / "2_Dense" / "config.json", dense_config(activation_function="os.system"))
-
-    def residual(folder: Path) -> None:
-        write_modules(folder, "Pooling", "Dense")
-        write(folder / "2_Dense" / "config.json", dense_config(use_residual=True))
-
-    def no_weights(folder: Path) -> None:
-        write_modules(folder, "Pooling", "Dense")
-        write(folder / "2_Dense" / "config.json", dense_config())
-
-    def prompts(folder: Path) -> None:
-        write_modules(folder, "Pooling")
-        write(folder / "config_sentence_transformers.json", {"default_prompt_name": "query"})
-
-    def longest(folder: Path) -> None:
-        write_modules(folder, "Pooling")
-        write(folder / "sentence_bert_config.json", {"max_seq_length": "long"})
-
-    return {
-        "WordWeights, which is not supported": unknown,
-        "evil_package": foreign,
-        "no Pooling module": no_pooling,
-        "elsewhere than between": late_dense,
-        "array is expected": no_list,
-        "names the folder": outside,
-        "'median' is not supported": unknown_pooling,
-        "'os.system' is not supported": activation,
-        "use_residual": residual,
-        "is missing": no_weights,
-        "default_prompt_name is 'query'": prompts,
-        "max_seq_length is 'long'": longest,
-    }
+    return change
 
 
-@pytest.mark.parametrize("message", breakages())
+def dense(**changes: Any) -> Callable[[Path], None]:
+    files = {"2_Dense/config.json": dense_config(**changes)}
+    return broken("Pooling", "Dense", files=files)
+
+
+BREAKAGES = {
+    "WordWeights, which is not supported": broken("Pooling", "WordWeights"),
+    "evil_package": broken("Pooling", replace=("sentence_transformers.", "evil_package.")),
+    "no Pooling module": broken("Normalize"),
+    "elsewhere than between": broken(
+        "Pooling", "Normalize", "Dense", files={"3_Dense/config.json": dense_config()}
+    ),
+    "array is expected": broken("Pooling", files={"modules.json": {"a": 1}}),
+    "names the folder": broken("Pooling", replace=("1_Pooling", "../1_Pooling")),
+    "'median' is not supported": broken("Pooling", pooling={"pooling_mode": "median"}),
+    "'os.system' is not supported": dense(activation_function="os.system"),
+    "use_residual": dense(use_residual=True),
+    "out_features is 0": dense(out_features=0),
+    "is missing": dense(),
+    "default_prompt_name is 'query'": broken(
+        "Pooling", files={"config_sentence_transformers.json": {"default_prompt_name": "query"}}
+    ),
+    "max_seq_length is 'long'": broken(
+        "Pooling", files={"sentence_bert_config.json": {"max_seq_length": "long"}}
+    ),
+    "transformer_task is 'fill-mask'": broken(
+        "Pooling", files={"sentence_bert_config.json": {"transformer_task": "fill-mask"}}
+    ),
+}
+
+
+@pytest.mark.parametrize("message", BREAKAGES)
 def test_what_is_refused(message, folder) -> None:
-    breakages()[message](folder)
+    BREAKAGES[message](folder)
     with pytest.raises(ModelError, match=message):
         read_sentence_config(resolve_model(str(folder)))
 

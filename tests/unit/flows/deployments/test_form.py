@@ -15,9 +15,14 @@ from flows.deployments.adhoc import adhoc
 from flows.deployments.form import PLACES, form_values, given, job_of, placed
 from flows.deployments.nightly import nightly
 from flows.errors import SpecError
-from flows.spec_model import EngineSpec, JobSpec, PromptSpec, SamplingSpec
+from flows.spec_model import EncodeSpec, EngineSpec, JobSpec, PromptSpec, SamplingSpec
 
-GROUPS = {"prompt": PromptSpec, "sampling": SamplingSpec, "engine": EngineSpec}
+GROUPS = {
+    "prompt": PromptSpec,
+    "sampling": SamplingSpec,
+    "engine": EngineSpec,
+    "encode": EncodeSpec,
+}
 FILLED_IN = {
     "input": "in.parquet",
     "output": "out/x",
@@ -78,7 +83,7 @@ def test_groups_are_one_level_below(schema: dict[str, Any]) -> None:
 def test_choices_and_bounds_are_in_it(schema: dict[str, Any]) -> None:
     found = dict(fields(schema))
     assert found["engine.policy"]["enum"] == ["hybrid", "exclusive", "mixed"]
-    assert found["task"]["enum"] == ["generate"]
+    assert found["task"]["enum"] == ["generate", "embed", "classify", "score"]
     assert found["on_too_long"]["enum"] == ["error", "truncate_left", "truncate_right", "fail"]
     assert (found["max_error_rate"]["minimum"], found["max_error_rate"]["maximum"]) == (0.0, 1.0)
     assert found["limit"]["minimum"] == 1

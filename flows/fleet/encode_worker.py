@@ -1,0 +1,342 @@
+"""A worker of the tasks embed, classify and score: one encoder and what feeds it.
+
+    feeder   reads and tokenises the rows of the next superbatch     (`flows.texts`)
+    engine   encodes a superbatch, and tells its rows as one block   (`workers.encoding`)
+    outlet   tells of steps, and that it is alive
+    watchdog notices a step that hangs                               (`flows.watchdog`)
+
+To the coordinator it is as any other worker. What it is assigned at once is encoded in one call, or
+in slices where it is more than `max_texts`: so a shard that is a superbatch is one call.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from flows.busy import BusyTimes
+from flows.fleet.messages import (
+    Adopt,
+    Assign,
+    Began,
+    Block,
+    Command,
+    EncodeCall,
+    Ended,
+    Event,
+    Failed,
+    Finish,
+    Give,
+    Given,
+    Ready,
+    Steps,
+    WorkerSetup,
+)
+from flows.fleet.part_queue import AllBut, PartQueue
+from flows.fleet.reports import Reporter
+from flows.model import Model
+from flows.prompts import PromptRenderer
+from flows.queues import Outbox, Stopped
+from flows.superbatches import encode_memory
+from flows.texts import TextMaker, Texts
+from flows.threads import ThreadGroup
+from flows.vectors import block_table, vector_spec
+from flows.watchdog import Watchdog, WatchedEncoder
+from schedulers.load import Load
+from schedulers.superbatch import slices
+from storage.rows import RowReader
+from workers.encoding import Encoded, Encoder, EncodeStep
+from workers.errors import BackendError, InternalError
+from workers.request import StepRecord
+
+STOP_GRACE_S = 15.0
+"""Seconds that a micro-batch may still take once the worker has been told to stop."""
+
+
+READ_ROWS = 1024
+"""Rows that are rendered and tokenised at a time."""
+
+
+class _Pace(NamedTuple):
+    """What has been encoded so far."""
+
+    num_rows: int = 0
+    elapsed_s: float = 0.0
+
+    @property
+    def row_s(self) -> float:
+        return self.elapsed_s / self.num_rows if self.num_rows else 0.0
+
+
+class EncodeWorker:
+    """Runs rows through one encoder. `load`, then `run`; `handle` from any thread.
+
+    Args: as those of `flows.fleet.worker.Worker`.
+    """
+
+    def __init__(
+        self,
+        setup: WorkerSetup,
+        emit: Callable[[Event], None],
+        *,
+        model: Model | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        busy: BusyTimes | None = None,
+    ) -> None:
+        self._setup = setup
+        self._spec = setup.spec
+        self._emit = emit
+        self._model = model
+        self._clock = clock
+        self._busy = busy or BusyTimes(clock=clock)
+        self._threads = ThreadGroup(on_failure=self._interrupt)
+        self._parts = PartQueue()
+        self._prepared: Outbox[Texts | None] = Outbox(1)
+        self._room = threading.Semaphore(1)  # one superbatch is tokenised ahead of the encoder
+        self._records: Outbox[StepRecord | EncodeCall] = Outbox(4096)
+        self._lock = threading.Lock()
+        self._num_rows = 0
+        self._pace = _Pace()
+        self._num_steps = 0
+        self._ended_s: float | None = None
+        self._loaded = False
+        self._stopping = False
+        self._outlet_finishing = False
+
+    # -- start --
+
+    def load(self) -> Ready:
+        """Load the model.
+
+        Raises:
+            ModelError, NotEnoughMemory, SpecError: the user's to mend.
+        """
+        spec, busy = self._spec, self._busy
+        model = self._model or self._setup.open_model(spec)
+        if model.load_encoder is None:
+            raise InternalError(f"the model cannot be used for the task {spec.task}")
+        tokenizer = model.load_tokenizer()
+        renderer = PromptRenderer(spec, self._setup.dataset.schema).bind(tokenizer)
+        busy.mark("opening the job")
+        backend = WatchedEncoder(model.load_encoder(), clock=self._clock)
+        busy.mark("loading the model")
+        memory = encode_memory(spec, backend.info, num_workers=self._setup.num_workers)
+        self._backend = backend
+        assert model.vectors is not None
+        self._kind = vector_spec(spec, model.vectors)
+        self._max_texts = self._setup.max_texts
+        self._encoder = Encoder(
+            backend,
+            max_batch_tokens=memory.max_batch_tokens,
+            clock=self._clock,
+            on_step=self._on_step,
+            should_stop=lambda: self._stopping,
+        )
+        reader = RowReader(self._setup.dataset, renderer.columns, batch_rows=READ_ROWS)
+        self._make_texts = TextMaker(
+            spec=spec,
+            read=lambda part: reader.rows(part.shard, skip=AllBut(part.ordinals)),
+            renderer=renderer,
+            tokenizer=tokenizer,
+            model=model,
+            max_len=backend.info.max_len,
+            meter=busy.meter("feeder"),
+        )
+        self._reporter = Reporter(self._emit, self._busy, clock=self._clock)
+        self._watchdog = Watchdog(
+            backend,
+            step_timeout_s=self._setup.step_timeout_s,
+            stop_grace_s=STOP_GRACE_S,
+            clock=self._clock,
+        )
+        self._loaded = True
+        return Ready(memory, backend.info.device)
+
+    # -- the whole life --
+
+    def run(self) -> None:
+        """Work until `Finish` or `Stop`, or until something breaks; says which, as the last event.
+        Does not raise.
+        """
+        if self._stopping:
+            self._emit(Ended())
+            return
+        self._threads.start("outlet", self._tell)
+        self._threads.start("watchdog", self._watch)
+        self._threads.start("engine", self._drive)
+        self._threads.start("feeder", self._feed)
+        self._threads.join("feeder", "engine")
+        self._watchdog.end()
+        self._threads.join("watchdog")
+        self._outlet_finishing = True
+        self._threads.join("outlet")
+        fault = self._threads.failure
+        self._emit(Ended(tuple(self._busy.works())) if fault is None else Failed(fault))
+
+    def _interrupt(self) -> None:
+        self._stopping = True
+        self._parts.drop()
+        if self._loaded:
+            self._prepared.stop()
+            self._watchdog.stop()
+
+    def _feed(self) -> None:
+        """Tokenise ahead, a superbatch or a slice at a time."""
+        try:
+            while (part := self._parts.take()) is not None:
+                for start, stop in slices(part.num_rows, self._max_texts):
+                    piece = part._replace(ordinals=part.ordinals[start:stop])
+                    self._wait_for_room()
+                    self._prepared.put([self._make_texts(piece)])
+            self._wait_for_room()
+            self._prepared.put([None])
+        except Stopped:
+            return
+
+    def _wait_for_room(self) -> None:
+        while not self._room.acquire(timeout=0.2):
+            if self._stopping:
+                raise Stopped
+
+    def _drive(self) -> None:
+        """Encode what has been prepared, until the feeder has come to its end."""
+        try:
+            while not self._stopping:
+                for texts in self._prepared.take(timeout_s=0.2):
+                    self._room.release()
+                    if texts is None:
+                        return
+                    self._encode(texts)
+        finally:
+            self._backend.close()
+
+    def _encode(self, texts: Texts) -> None:
+        """One encode call: its rows are told as one block."""
+        index, started_s, first_step = texts.part.shard.index, self._clock(), self._num_steps
+        if self._setup.reports:
+            self._emit(Began(index, texts.part.ordinals))
+        encoded = self._encoder.encode(texts.packed)
+        ended_s = self._clock()
+        before_s = started_s if self._ended_s is None else self._ended_s
+        self._ended_s = ended_s
+        call = EncodeCall(
+            shard_index=index,
+            started_s=started_s,
+            elapsed_s=ended_s - started_s,
+            interval_s=ended_s - before_s,
+            num_texts=len(texts.packed),
+            num_tokens=texts.packed.num_tokens,
+            num_batches=self._num_steps - first_step,
+        )
+        self._records.put([call])
+        self._tell_block(texts, encoded)
+        self._pace = _Pace(
+            self._pace.num_rows + texts.part.num_rows, self._pace.elapsed_s + call.elapsed_s
+        )
+
+    def _tell_block(self, texts: Texts, encoded: Encoded) -> None:
+        block = Block(
+            texts.part.shard.index,
+            texts.part.ordinals,
+            block_table(self._kind, texts, encoded),
+        )
+        done = texts.rows_done(encoded.done)
+        if not done.all():  # the worker was told to stop
+            block = block.only(done)
+        self._count(-len(block.ordinals))
+        if len(block.ordinals):
+            self._emit(block)
+
+    def _on_step(self, step: EncodeStep) -> None:
+        self._num_steps += 1
+        self._records.put([_step_record(self._num_steps, step)])
+
+    def _watch(self) -> None:
+        """Wait for a step that hangs, and end the worker around it."""
+        step = self._watchdog.wait()
+        if step is None:
+            return
+        self._threads.abandon("engine")
+        if not self._stopping:
+            raise BackendError(
+                f"the device has not come back from a micro-batch for "
+                f"{self._clock() - step.started_s:.1f} s ({step.num_tokens} tokens of "
+                f"{step.num_seqs} texts). Finished rows are kept; run the same command again to go "
+                "on, with a smaller --max-batch-tokens if steps really take that long"
+            )
+
+    # -- what it is told --
+
+    def handle(self, command: Command) -> None:
+        """Do what the coordinator says. Returns at once."""
+        if isinstance(command, Assign):
+            self._count(command.num_rows)
+            self._parts.submit(command)
+        elif isinstance(command, Adopt):
+            raise InternalError("rows of an encoding job travel unread, never as parcels")
+        elif isinstance(command, Give):
+            self._give(command)
+        elif isinstance(command, Finish):
+            self._parts.close()
+        else:
+            self._interrupt()
+
+    def _count(self, num_rows: int) -> None:
+        with self._lock:
+            self._num_rows += num_rows
+
+    def _give(self, wanted: Give) -> None:
+        """Give rows away that have not been read."""
+        row_s = self._pace.row_s
+        given = (
+            Given(unread=tuple(self._parts.take_back(int(wanted.share_s / row_s))))
+            if (row_s)
+            else Given()
+        )
+        self._count(-given.num_rows)
+        self._emit(given)
+
+    # -- what it tells --
+
+    def _tell(self) -> None:
+        """The outlet: send records and reports until the end."""
+        try:
+            while True:
+                finishing = self._outlet_finishing
+                records = self._records.take(timeout_s=0.1)
+                if records:
+                    self._emit(Steps(tuple(records)))
+                if self._setup.reports:
+                    self._reporter.report(self._load)
+                if finishing and not len(self._records):
+                    return
+        finally:
+            self._records.stop()
+
+    def _load(self) -> Load:
+        num_rows = self._num_rows
+        return Load(num_rows, 0.0, num_rows * self._pace.row_s)
+
+
+def _step_record(number: int, step: EncodeStep) -> StepRecord:
+    """A micro-batch as a step of telemetry: all of it is prefill."""
+    return StepRecord(
+        step=number,
+        started_s=step.started_s,
+        elapsed_s=step.elapsed_s,
+        phase="encode",
+        reason="",
+        num_prefill_tokens=step.num_tokens,
+        num_decode_tokens=0,
+        num_context_tokens=0,
+        num_seqs=step.num_texts,
+        num_running=step.num_texts,
+        num_waiting=0,
+        num_admitted=step.num_texts,
+        num_suspended=0,
+        num_finished=step.num_texts,
+        num_free_blocks=0,
+        num_blocks=0,
+    )

@@ -1,0 +1,201 @@
+"""Which partitions share one encode call: the two-threshold policy and its memory bound. Pure.
+
+Source: `surge.md` 3.3. Whole partitions are gathered in their order until they hold `min_texts`
+(B_min: the fixed cost of a call is then shared by enough texts), and never more than `max_texts`
+(B_max). What was gathered is a superbatch: one encode call, one commit. A partition of more than
+`max_texts` is a superbatch of its own, encoded in slices of at most that.
+
+The bound. Before a partition is added the buffer holds fewer than B_min texts, so after it fewer
+than B_min + n_max (n_max: the largest partition), and at most B_max; a slice holds at most B_max.
+With q calls' texts in memory beside those of the call that is encoded, no more than
+(1 + q) min(B_max, B_min + n_max) texts are resident, however many there are in all.
+
+The number of calls. Where B_max >= 3 B_min, it is at most N / B_min + 1 in any order: what is
+flushed early and the partition that did not fit beside it fill their calls by B_min on average,
+slices included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+MAX_TO_MIN = 3
+"""Least B_max / B_min at which calls hold B_min texts on average in any order of the partitions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """When a superbatch is closed.
+
+    Attributes:
+        min_texts: B_min, that close it.
+        max_texts: B_max, that it never exceeds; at least `min_texts`.
+
+    Raises:
+        ValueError: they are not 1 <= min_texts <= max_texts.
+    """
+
+    min_texts: int
+    max_texts: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_texts <= self.max_texts:
+            raise ValueError(
+                f"a superbatch of {self.min_texts} to {self.max_texts} texts cannot be formed; "
+                "the first must be at least 1, and the second no less than it"
+            )
+
+
+class Superbatch(NamedTuple):
+    """Whole partitions that are encoded and committed together.
+
+    Attributes:
+        first: its first partition, by its index in the input.
+        stop: the one behind its last.
+        num_texts: in all of them.
+        num_slices: encode calls that it takes: 1, or more for a single oversize partition.
+    """
+
+    first: int
+    stop: int
+    num_texts: int
+    num_slices: int = 1
+
+    @property
+    def num_partitions(self) -> int:
+        return self.stop - self.first
+
+
+def form_superbatches(sizes: Iterable[int], thresholds: Thresholds) -> Iterator[Superbatch]:
+    """Partitions of these sizes as superbatches, in their order; each partition is in one.
+
+    A stream: a superbatch comes as soon as it holds `min_texts`, or else when the next partition
+    does not fit beside it or there is none. The sizes behind that one play no part.
+
+    Raises:
+        ValueError: a size is negative.
+    """
+    first = stop = num_texts = 0
+    for size in sizes:
+        if size < 0:
+            raise ValueError(f"partition {stop} has {size} texts; it cannot have fewer than 0")
+        if stop > first and num_texts + size > thresholds.max_texts:
+            yield Superbatch(first, stop, num_texts)
+            first, num_texts = stop, 0
+        stop += 1
+        num_texts += size
+        if num_texts >= thresholds.min_texts:
+            yield Superbatch(first, stop, num_texts, num_slices(num_texts, thresholds.max_texts))
+            first, num_texts = stop, 0
+    if stop > first:
+        yield Superbatch(first, stop, num_texts)
+
+
+def num_slices(num_texts: int, max_texts: int) -> int:
+    """Encode calls of at most `max_texts` that so many texts need; at least 1."""
+    return max(1, -(-num_texts // max_texts))
+
+
+def slices(num_texts: int, max_texts: int) -> Iterator[tuple[int, int]]:
+    """Half-open ranges of texts that cover a superbatch in order, each of at most `max_texts`.
+    Their lengths differ by one at most, so that no small one is left for the end.
+    """
+    count = num_slices(num_texts, max_texts)
+    start = 0
+    for index in range(1, count + 1):
+        stop = num_texts * index // count
+        yield start, stop
+        start = stop
+
+
+def count_calls(sizes: Iterable[int], thresholds: Thresholds) -> int:
+    """K: the encode calls of these partitions in this order, exactly."""
+    return sum(item.num_slices for item in form_superbatches(sizes, thresholds))
+
+
+# -- memory --
+
+
+def call_bound(thresholds: Thresholds, largest: int) -> int:
+    """Most texts of one encode call: min(B_max, B_min + n_max).
+
+    Args:
+        thresholds: of the superbatches.
+        largest: n_max, texts of the largest partition.
+    """
+    return min(thresholds.max_texts, thresholds.min_texts + largest)
+
+
+def resident_bound(thresholds: Thresholds, largest: int, queue_depth: int) -> int:
+    """Most texts in memory at a time, however many there are in all.
+
+    Args:
+        thresholds: of the superbatches.
+        largest: n_max, texts of the largest partition.
+        queue_depth: q, calls whose texts may be in memory beside those of the call that is
+            encoded: encoded ones that wait for their writing or are being written, and any that are
+            read ahead.
+    """
+    return (1 + queue_depth) * call_bound(thresholds, largest)
+
+
+class Resident:
+    """Counts the texts in memory, and holds them to `resident_bound`.
+
+    Owned by the one who encodes. A call enters before its texts are read and leaves when what was
+    made of them is durable; the next may enter while at most `queue_depth` are inside.
+
+    Attributes:
+        bound: texts that are never exceeded.
+        num_texts: now.
+        peak_texts: most so far.
+    """
+
+    def __init__(self, thresholds: Thresholds, *, largest: int, queue_depth: int) -> None:
+        if queue_depth < 0:
+            raise ValueError(f"a queue depth of {queue_depth} is impossible; 0 writes in turn")
+        self._most_of_call = call_bound(thresholds, largest)
+        self._most_calls = 1 + queue_depth
+        self._calls: dict[int, int] = {}
+        self.bound = resident_bound(thresholds, largest, queue_depth)
+        self.num_texts = 0
+        self.peak_texts = 0
+
+    @property
+    def num_calls(self) -> int:
+        return len(self._calls)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether some call must leave before another enters."""
+        return len(self._calls) >= self._most_calls
+
+    def enter(self, call: int, num_texts: int) -> None:
+        """A call's texts are about to be read.
+
+        Args:
+            call: its number; not inside already.
+            num_texts: at most `call_bound`.
+        """
+        assert not self.is_full, f"{self.num_calls} calls are in memory, and none may be added"
+        assert call not in self._calls, f"call {call} is in memory already"
+        assert 0 <= num_texts <= self._most_of_call, (
+            f"call {call} has {num_texts} texts, and at most {self._most_of_call} were promised"
+        )
+        self._calls[call] = num_texts
+        self.num_texts += num_texts
+        self.peak_texts = max(self.peak_texts, self.num_texts)
+
+    def leave(self, call: int) -> None:
+        """A call's results are durable and its texts are gone from memory."""
+        assert call in self._calls, f"call {call} is not in memory"
+        self.num_texts -= self._calls.pop(call)
+
+    def check_integrity(self) -> None:
+        """Compute everything anew, and assert that it is so and within the bound."""
+        assert self.num_texts == sum(self._calls.values())
+        assert len(self._calls) <= self._most_calls
+        assert all(0 <= size <= self._most_of_call for size in self._calls.values())
+        assert self.num_texts <= self.peak_texts <= self.bound
