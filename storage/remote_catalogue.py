@@ -32,6 +32,8 @@ MEMORY = "256MB"
 
 RESULTS_BYTES = 64 << 20
 """Result files of this size in all are copied into the file; larger ones stay where they are."""
+RESULTS_FILES = 1000
+"""So many files are copied at most: each takes a few requests."""
 
 
 class RemoteCatalogue:
@@ -104,7 +106,8 @@ class RemoteCatalogue:
             self._copy(con, table, f"{TELEMETRY}/{table}", schema)
         con.execute(STEP_COSTS)
         num_bytes = sum(summary.num_bytes for summary in ledger.committed.values())
-        if num_bytes <= self._results_bytes:
+        num_files = sum(summary.num_files for summary in ledger.committed.values())
+        if num_bytes <= self._results_bytes and num_files <= RESULTS_FILES:
             self._copy_results(con, ledger)
             self._comment(con, "TABLE", f"Copied from {self._store.url}/{RESULTS}/.")
         else:

@@ -12,8 +12,9 @@ import duckdb
 import pyarrow as pa
 import pyarrow.dataset as pads
 
-from storage.catalogue import STEP_COSTS
+from storage.catalogue import STEP_COSTS, empty_view, hive_source, no_glob
 from storage.ledger import JOB, RESULTS, TELEMETRY
+from storage.marker import MARKERS
 from storage.objects import ObjectStore
 from storage.partitions import PartitionPlan
 from storage.record import JobRecord
@@ -31,22 +32,31 @@ def open_views(store: ObjectStore) -> duckdb.DuckDBPyConnection:
     # Arrow relations do not say how many rows they have. The planner would take steps for few, and
     # join them with their costs in a loop: minutes for a million steps, not a fraction of a second.
     con.execute("SET asof_loop_join_threshold = 0")
-    con.register("results", _results(store))
+    _add_results(con, store)
     for table, schema in TABLES.items():
         con.register(table, files_of(store, f"{TELEMETRY}/{table}", schema))
     con.execute(STEP_COSTS)
     return con
 
 
-def _results(store: ObjectStore) -> pads.Dataset | pa.Table:
+def _add_results(con: duckdb.DuckDBPyConnection, store: ObjectStore) -> None:
     data = store.read_or_none(JOB)
     stored = (
         ResultColumns() if data is None else JobRecord.from_bytes(data, store.path(JOB)).columns
     )
     schema = pa.schema(computed_fields(ResultColumns(vector=stored.vector)))
     if not stored.partition_by:
-        return files_of(store, RESULTS, schema)
-    return partitioned_files(store, RESULTS, schema, PartitionPlan.read(store).keys.schema)
+        con.register("results", files_of(store, RESULTS, schema))
+        return
+    keys = PartitionPlan.read(store).keys.schema
+    folder = store.local_path(RESULTS)
+    if folder is None:
+        con.register("results", partitioned_files(store, RESULTS, schema, keys))
+    elif not store.list(MARKERS):
+        empty_view(con, "results", pa.unify_schemas([schema, keys]))
+    else:  # Arrow would have 100,000 small files in memory at a time
+        files = f"{no_glob(str(folder.resolve()))}/**/*.parquet"
+        con.execute(f"CREATE TEMP VIEW results AS {hive_source(con, files, schema, keys)}")
 
 
 def partitioned_files(
