@@ -44,7 +44,7 @@ bench-quick: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.bench.memory --quick --json out/memory.json
 
 clean:
-	rm -rf $(VENV) out demo-output build dist *.egg-info .pytest_cache .ruff_cache \
+	rm -rf $(VENV) out demo-output demo-vectors build dist *.egg-info .pytest_cache .ruff_cache \
 	    .hypothesis .import_linter_cache
 
 $(BIN)/python:

@@ -93,6 +93,8 @@ def _identity(block: Any) -> dict[str, Any]:
     if hasattr(block, "minio_root_user"):
         secret = block.minio_root_password
         return {"key": block.minio_root_user, "secret": secret.get_secret_value()}
+    if block.assume_role_arn:
+        return _assumed(block)
     secret = block.aws_secret_access_key
     given = {
         "key": block.aws_access_key_id,
@@ -101,6 +103,23 @@ def _identity(block: Any) -> dict[str, Any]:
         "profile": block.profile_name,
     }
     return {name: value for name, value in given.items() if value is not None}
+
+
+def _assumed(block: Any) -> dict[str, Any]:
+    """Keys of a role for a while: asked for anew when they have expired.
+
+    Raises:
+        SpecError: the role is refused, or nobody can be asked.
+    """
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    try:
+        found = block.get_boto3_session().get_credentials().get_frozen_credentials()
+    except (BotoCoreError, ClientError) as fault:
+        raise SpecError(
+            f"the role {block.assume_role_arn!r} of the Prefect block cannot be assumed: {fault}"
+        ) from fault
+    return {"key": found.access_key, "secret": found.secret_key, "token": found.token}
 
 
 def _load(slug: str) -> Any:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 from flows.busy import Meter
+from flows.cutting import shorten_prompt
 from flows.errors import JobFailed
 from flows.fleet.messages import Assign
 from flows.fleet.part_queue import PartQueue
@@ -202,20 +203,6 @@ class Feeder:
         """Cut the row's own text, not the template around it, until prompt and completion fit."""
         limit = self._limits.truncated_tokens
         side = "left" if self._limits.on_too_long == "truncate_left" else "right"
-        for _ in range(8):
-            if len(token_ids) <= limit:
-                return token_ids
-            # The template's tokens stay, so all of the surplus comes off the row's own.
-            (own_ids,) = self._encoder.encode_batch(
-                [self._renderer.own_text(prompt)], add_special_tokens=False
-            )
-            surplus = len(token_ids) - limit
-            keep = 1 - surplus / len(own_ids) if own_ids else 0.0
-            shorter = self._renderer.shorten(prompt, keep=keep * 0.98, side=side)
-            if shorter is None:
-                break
-            prompt = shorter
-            (token_ids,) = self._encoder.encode_batch(
-                [prompt.text], add_special_tokens=self._renderer.add_special_tokens
-            )
-        return RowError("prompt_too_long", f"could not be cut to {limit} tokens")
+        return shorten_prompt(
+            self._renderer, self._encoder, prompt, token_ids, limit=limit, side=side
+        )

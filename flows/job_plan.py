@@ -1,4 +1,4 @@
-"""A new job's record: its shards, cut by tokens, or made of partitions that are encoded together."""
+"""A new job's record: its shards are cut by tokens, or are partitions that are encoded together."""
 
 from __future__ import annotations
 

@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from workers.sequence import FindStop
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from flows.spec import JobSpec
     from workers.backends.base import Backend
-    from workers.encoding import EncodeBackend
+    from workers.encoding import EncodeBackend, PackedTexts
     from workers.loading.folder import ModelFiles
 
 
@@ -28,6 +31,9 @@ class Tokenizer(Protocol):
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool
     ) -> list[list[int]]: ...
+    def truncate(
+        self, texts: PackedTexts, max_len: int, *, side: str | None = None
+    ) -> tuple[PackedTexts, NDArray[np.bool_]]: ...
     def decode_batch(self, batch: Sequence[Sequence[int]]) -> list[str]: ...
     def text(self, ids: Sequence[int], *, stop_string: str | None = None) -> str: ...
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str: ...
@@ -59,7 +65,6 @@ class Model:
         vectors: of these, what a row gets.
         text_prefix: a prompt of the model's own, put before each text that is embedded.
         pools_prefix: its tokens count in the embedding.
-        lower_case: texts are put in lower case.
     """
 
     fingerprint: str
@@ -70,7 +75,6 @@ class Model:
     vectors: Vectors | None = None
     text_prefix: str = ""
     pools_prefix: bool = True
-    lower_case: bool = False
 
 
 def open_model(spec: JobSpec) -> Model:
@@ -119,9 +123,15 @@ def _of_vectors(model: Model, files: ModelFiles, spec: JobSpec) -> Model:
     if spec.task != "embed":
         return model
     sentence = sentence_config(files, spec)
+
+    def load_tokenizer() -> Tokenizer:
+        from workers.loading.tokenizer import Tokenizer as RealTokenizer
+
+        return RealTokenizer.load(files, lower_case=sentence.lower_case)
+
     return replace(
         model,
+        load_tokenizer=load_tokenizer,
         text_prefix=sentence.prompt(),
         pools_prefix=sentence.include_prompt,
-        lower_case=sentence.lower_case,
     )

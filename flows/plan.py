@@ -40,7 +40,8 @@ class JobPlan:
         num_shards: units of commit.
         survey: of the prompts; of all of them when `exact`.
         max_answer_tokens: of a row, all samples together.
-        memory: where memory would go; None on a GPU, which is only asked at run time.
+        num_workers: processes that share the machine.
+        memory: where memory of each would go; None on a GPU, which is only asked at run time.
         flops_per_s: of this machine's CPU, as measured; None on a GPU.
     """
 
@@ -52,6 +53,7 @@ class JobPlan:
     shape: ModelShape
     memory: MemoryPlan | None
     flops_per_s: float | None
+    num_workers: int = 1
 
     @property
     def prompt_tokens(self) -> int:
@@ -100,6 +102,7 @@ def plan_job(spec: JobSpec) -> JobPlan:
         shape=shape,
         memory=_memory(spec, shape) if on_cpu else None,
         flops_per_s=measured_flops_per_s() if on_cpu else None,
+        num_workers=spec.engine.workers or 1,
     )
 
 
@@ -131,7 +134,7 @@ def _num_shards(job: PreparedJob, found: Survey, answer_tokens: int) -> int:
 
 
 def _memory(spec: JobSpec, shape: ModelShape) -> MemoryPlan:
-    """The memory plan that the engine would make on this machine's CPU.
+    """The memory plan that the engine would make on this machine's CPU; of several workers, each.
 
     Raises:
         NotEnoughMemory: as the engine would.
@@ -155,9 +158,12 @@ def _memory(spec: JobSpec, shape: ModelShape) -> MemoryPlan:
         num_parameters=shape.num_parameters,
     )
     engine = spec.engine
+    share = 1.0 / (engine.workers or 1)
+    limit = engine.memory_bytes(psutil.virtual_memory().total)
     options = EngineOptions(
         policy=engine.policy,
-        memory_bytes=engine.memory_bytes(psutil.virtual_memory().total),
+        memory_bytes=None if limit is None else int(limit * share),
+        host_share=share,
         max_batch_tokens=engine.max_batch_tokens,
         max_seqs=engine.max_seqs,
         deterministic=engine.deterministic,
@@ -244,6 +250,8 @@ def plan_lines(plan: JobPlan) -> Iterator[tuple[str, str]]:
         longest = f"the model takes {plan.shape.max_model_len} tokens (see --on-too-long)"
         yield "too long", f"{too_long} of {looked.num_rows} looked at; {longest}"
     yield "answer tokens", f"at most {plan.max_answer_tokens * plan.num_prompts:,}"
+    if plan.num_workers > 1:
+        yield "workers", f"{plan.num_workers} processes, that share the machine"
     yield from _memory_lines(plan)
     yield "time (estimate)", _time(plan)
 
@@ -260,7 +268,7 @@ def _memory_lines(plan: JobPlan) -> Iterator[tuple[str, str]]:
         f"{size_text(memory.activation_bytes)} (estimate), KV {size_text(memory.kv_bytes)} for "
         f"{memory.capacity_tokens:,} tokens; at most {memory.max_seqs} sequences at once"
     )
-    yield "memory", parts
+    yield "memory" if plan.num_workers == 1 else "memory of each worker", parts
 
 
 def _time(plan: JobPlan) -> str:

@@ -131,11 +131,11 @@ def encode_plan_lines(plan: EncodePlan) -> Iterator[tuple[str, str]]:
 
 def _partition_lines(plan: EncodePlan, advice: Advice) -> Iterator[tuple[str, str]]:
     stats = plan.stats
-    yield (
-        "partitions",
+    sizes = (
         f"{stats.count:,}, mean {stats.mean:,.1f} texts, largest {stats.largest:,}, "
-        f"coefficient of variation (CV) {stats.cv:.2f}",
+        f"coefficient of variation (CV) {stats.cv:.2f}"
     )
+    yield "partitions", sizes
     yield (
         "phi",
         f"{advice.phi:.1%}: share of the calls' fixed cost, with a call for each partition",

@@ -7,7 +7,7 @@ single field may be is in its `Field`; what fields may not be together is in `_c
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -410,11 +410,9 @@ def _contradictions(spec: JobSpec) -> Iterator[str]:
 
 
 def _task_contradictions(spec: JobSpec) -> Iterator[str]:
-    encode = spec.encode
     if spec.task == "generate":
-        for name in EncodeSpec.model_fields:
-            if getattr(encode, name) != EncodeSpec.model_fields[name].default:
-                yield f"encode.{name} is for the tasks embed, classify and score, not for generate"
+        for name in _given(spec.encode, EncodeSpec.model_fields):
+            yield f"encode.{name} is for the tasks embed, classify and score, not for generate"
         if spec.partition_by:
             yield "partition_by is for the tasks embed, classify and score, not for generate"
         return
@@ -422,6 +420,12 @@ def _task_contradictions(spec: JobSpec) -> Iterator[str]:
         yield f"sampling is for the task generate; leave it out with task {spec.task}"
     if spec.output_schema is not None:
         yield f"output_schema is for the task generate; leave it out with task {spec.task}"
+    yield from _encode_contradictions(spec)
+    yield from _choice_contradictions(spec)
+
+
+def _encode_contradictions(spec: JobSpec) -> Iterator[str]:
+    encode = spec.encode
     if len(set(spec.partition_by)) < len(spec.partition_by):
         yield f"partition_by names a column twice: {', '.join(spec.partition_by)}; name it once"
     if encode.min_texts and encode.max_texts and encode.min_texts > encode.max_texts:
@@ -430,15 +434,19 @@ def _task_contradictions(spec: JobSpec) -> Iterator[str]:
             "lower the first or raise the second"
         )
     if spec.task != "embed":
-        for name in ("vector_dtype", "normalize", "pooling", "prompt_name"):
-            if getattr(encode, name) != EncodeSpec.model_fields[name].default:
-                yield f"encode.{name} is for the task embed, not for {spec.task}"
+        for name in _given(encode, ("vector_dtype", "normalize", "pooling", "prompt_name")):
+            yield f"encode.{name} is for the task embed, not for {spec.task}"
     if not encode.choices and (spec.prompt.messages_column or spec.prompt.system):
         yield (
             f"messages_column and system are for models that answer; the task {spec.task} takes a "
             "text: give a prompt (a template) or prompt_column"
         )
-    yield from _choice_contradictions(spec)
+
+
+def _given(encode: EncodeSpec, names: Iterable[str]) -> list[str]:
+    """Fields that are not at their default."""
+    defaults = EncodeSpec.model_fields
+    return [name for name in names if getattr(encode, name) != defaults[name].default]
 
 
 def _choice_contradictions(spec: JobSpec) -> Iterator[str]:

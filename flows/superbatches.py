@@ -11,7 +11,7 @@ import numpy as np
 
 from schedulers.advice import Advice, Choice, advise, choose_thresholds
 from schedulers.encode_cost import EncodeCost
-from schedulers.memory import MemoryPlan, NotEnoughMemory
+from schedulers.memory import MemoryPlan
 from schedulers.sizes import SizeStats
 from schedulers.superbatch import Superbatch, Thresholds, count_calls, form_superbatches
 from storage.partitions import FoundPartitions, Planned, plan_partitions
@@ -32,9 +32,6 @@ MEMORY_SHARE = 0.1
 TEXT_OVERHEAD_BYTES = 400
 """Of a resident text beside its characters, tokens and vector: Python's objects for it."""
 
-BATCH_TOKENS = {"cpu": 4096, "cuda": 65536}
-"""Tokens of a micro-batch: enough to reach the matrix rate (`tests/bench/surge.py`)."""
-
 DEFAULT_COST = EncodeCost.of_tokens(call_s=0.02, token_s=30e-6, mean_tokens=16.0)
 """What is assumed before anything was measured: of all-MiniLM-L6-v2 on two cores."""
 
@@ -45,26 +42,27 @@ def encode_memory(spec: JobSpec, info: EncoderInfo, *, num_workers: int = 1) -> 
     Raises:
         NotEnoughMemory: the limit does not hold the model and its longest text.
     """
-    from workers.setup import default_memory_bytes, device_memory_bytes
+    from workers.setup import (
+        EngineOptions,
+        default_memory_bytes,
+        device_memory_bytes,
+        size_encoder,
+    )
 
-    kind = info.device.partition(":")[0]
-    share = 1.0 if kind == "cuda" else 1.0 / num_workers
+    share = 1.0 if info.device.startswith("cuda") else 1.0 / num_workers
     limit = spec.engine.memory_bytes(device_memory_bytes(info.device))
     limit_bytes = (
         default_memory_bytes(info.device, info.weights_bytes, host_share=share)
         if limit is None
         else int(limit * share)
     )
-    wanted = spec.engine.max_batch_tokens or BATCH_TOKENS.get(kind, BATCH_TOKENS["cpu"])
-    free_bytes = limit_bytes - info.weights_bytes - info.scratch_bytes
-    fitting = int(free_bytes * (1 - MEMORY_SHARE)) // max(1, info.activation_bytes_per_token)
-    if fitting < min(wanted, info.max_len):
-        raise NotEnoughMemory(
-            f"{limit_bytes / 2**30:.2f} GiB is too little: weights take "
-            f"{info.weights_bytes / 2**30:.2f} GiB, a text of {info.max_len} tokens "
-            f"{info.max_len * info.activation_bytes_per_token / 2**30:.2f} GiB; raise --memory"
-        )
-    max_batch_tokens = min(wanted, fitting)
+    texts_bytes = int(MEMORY_SHARE * max(0, limit_bytes - info.weights_bytes))
+    max_batch_tokens = size_encoder(
+        info,
+        EngineOptions(
+            memory_bytes=limit_bytes - texts_bytes, max_batch_tokens=spec.engine.max_batch_tokens
+        ),
+    )
     return MemoryPlan(
         limit_bytes=limit_bytes,
         weights_bytes=info.weights_bytes,

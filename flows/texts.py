@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flows.busy import Meter
+from flows.cutting import shorten_prompt
 from flows.feeder import PromptTooLong
 from flows.fleet.messages import Assign, Ordinals
 from flows.model import Model
-from flows.prompts import PromptRenderer
+from flows.prompts import PromptRenderer, Rendered
 from flows.spec_model import JobSpec
 from storage.results import Status
 from storage.rows import Row
@@ -33,6 +34,11 @@ class TextEncoder(Protocol):
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool
     ) -> list[list[int]]: ...
+    def truncate(
+        self, texts: PackedTexts, max_len: int, *, side: str | None = None
+    ) -> tuple[PackedTexts, NDArray[np.bool_]]:
+        """Cut between the special tokens."""
+        ...
 
 
 class RowFault(NamedTuple):
@@ -93,7 +99,7 @@ class TextMaker:
         read: the rows of a part, in batches.
         renderer: row values to text, or to the reason why there is none.
         tokenizer: text to token ids.
-        model: whose texts are made: a prompt of its own that comes before each, lower case.
+        model: whose texts are made: a prompt of its own may come before each.
         max_len: most tokens of a text, special ones included.
         meter: of the thread.
     """
@@ -113,7 +119,6 @@ class TextMaker:
         self._renderer = renderer
         self._tokenizer = tokenizer
         self._prefix = model.text_prefix
-        self._lower_case = model.lower_case
         self._num_prefix = 0 if model.pools_prefix else self._count_prefix()
         self._max_len = max_len
         self._on_too_long = spec.on_too_long or "error"
@@ -133,9 +138,9 @@ class TextMaker:
             first = len(made.row_ids)
             made.row_ids.extend(row.row_id for row in rows)
             with self._meter("templating"):
-                texts, where = self._render(rows, first, made.faults)
+                prompts, where = self._render(rows, first, made.faults)
             with self._meter("tokenising"):
-                self._encode(texts, where, made)
+                self._encode(prompts, where, made)
         return Texts(
             part=part,
             row_ids=made.row_ids,
@@ -153,23 +158,23 @@ class TextMaker:
 
     def _render(
         self, rows: list[Row], first: int, faults: dict[int, RowFault]
-    ) -> tuple[list[str], list[int]]:
+    ) -> tuple[list[Rendered], list[int]]:
         """Texts of some rows, and the positions of these; the others have a fault."""
-        texts: list[str] = []
+        prompts: list[Rendered] = []
         where: list[int] = []
         for position, row in enumerate(rows, first):
             rendered = self._renderer.render(row.values)
             if rendered.error is None:
-                text = self._prefix + rendered.text
-                texts.append(text.lower() if self._lower_case else text)
+                prompts.append(rendered)
                 where.append(position)
             else:
                 skipped = rendered.error.type == "null_prompt"
                 status: Status = "skipped" if skipped else "error"
                 faults[position] = RowFault(status, rendered.error)
-        return texts, where
+        return prompts, where
 
-    def _encode(self, texts: list[str], where: list[int], made: _Made) -> None:
+    def _encode(self, prompts: list[Rendered], where: list[int], made: _Made) -> None:
+        texts = [self._prefix + prompt.text for prompt in prompts]
         special = self._renderer.add_special_tokens
         encoded = self._tokenizer.encode_batch(texts, add_special_tokens=special)
         behind = self._behind(texts, encoded) if self._choices else None
@@ -180,7 +185,7 @@ class TextMaker:
             room = self._max_len - max(map(len, answers))
             ids = encoded[index]
             if len(ids) > room:
-                cut = self._cut(texts[index], ids, room, made.row_ids[position])
+                cut = self._cut(prompts[index], ids, room, made.row_ids[position])
                 if isinstance(cut, RowError):
                     made.faults[position] = RowFault("error", cut)
                     continue
@@ -224,18 +229,21 @@ class TextMaker:
                 behind[index].append(ids[len(own) :] if fits else alone)
         return behind
 
-    def _cut(self, text: str, ids: list[int], room: int, row_id: str) -> list[int] | RowError:
-        """The tokens of a text that is too long, cut between its special tokens."""
+    def _cut(
+        self, prompt: Rendered, ids: list[int], room: int, row_id: str
+    ) -> list[int] | RowError:
+        """The tokens of a text that is too long: cut between its special tokens, or inside its
+        chat.
+        """
         message = f"the text has {len(ids)} tokens; the model takes {room} here (see --on-too-long)"
         if self._on_too_long == "fail":
             raise PromptTooLong(f"row {row_id}: {message}")
         if self._on_too_long == "error":
             return RowError("prompt_too_long", message)
-        (own,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
-        num_special = len(ids) - len(own)
-        before = next((n for n in range(num_special + 1) if ids[n : n + len(own)] == own), None)
-        keep = room - num_special
-        if before is None or keep < 1:
-            return RowError("prompt_too_long", f"{message}; it cannot be cut to that")
-        middle = own[-keep:] if self._on_too_long == "truncate_left" else own[:keep]
-        return [*ids[:before], *middle, *ids[before + len(own) :]]
+        side = "left" if self._on_too_long == "truncate_left" else "right"
+        if not self._renderer.add_special_tokens:
+            return shorten_prompt(
+                self._renderer, self._tokenizer, prompt, ids, limit=room, side=side
+            )
+        cut, _ = self._tokenizer.truncate(PackedTexts.from_lists([ids]), room, side=side)
+        return cut.token_ids_T.tolist()

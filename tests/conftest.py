@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from tests.services.seaweed import SeaweedServer
@@ -15,6 +16,12 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["DO_NOT_TRACK"] = "1"
 os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
 os.environ.pop("PREFECT_API_URL", None)
+
+# How long an example takes says something of the machine, and nothing of the code.
+hypothesis.settings.register_profile(
+    "headrace", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("headrace")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -48,8 +48,8 @@ class EncoderInfo:
         vocab_size: token ids are below it.
         max_len: most tokens of a text, special ones included.
         device: as torch names it.
-        dtype: "float32", "bfloat16", "float16" or "int8": what is multiplied. All between two
-            products is float32.
+        dtype: what is multiplied: "float32", "bfloat16", "float16", "int16" (the native encoder)
+            or "int8" (the native decoder). All between two products is float32.
         weights_bytes: resident size of the weights.
         activation_bytes_per_token: upper estimate of scratch memory per token of a micro-batch.
         num_parameters: those each token is multiplied with, embeddings not counted (2 x FLOP).

@@ -63,6 +63,14 @@ class WordTokenizer:
             for text in texts
         ]
 
+    def truncate(self, texts: PackedTexts, max_len: int, *, side: str | None = None) -> Any:
+        lists = [
+            texts.token_ids_T[end - count : end].tolist()
+            for end, count in zip(texts.ends_N, texts.lengths_N, strict=True)
+        ]
+        cut = [ids[-max_len:] if side == "left" else ids[:max_len] for ids in lists]
+        return PackedTexts.from_lists(cut), texts.lengths_N > max_len
+
     def decode_batch(self, batch: Sequence[Sequence[int]]) -> list[str]:
         return [" ".join(f"<{token}>" for token in ids if token) for ids in batch]
 

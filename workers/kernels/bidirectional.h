@@ -19,11 +19,11 @@ namespace headrace {
 constexpr int kTileTokens = 6;    // keys, or queries, that are computed together
 constexpr int kDims = 2 * kLanes;  // that are computed together: a head size is a multiple of them
 
-// One head of a text. Of the tokens the rows lie `stride` apart, those that come out `out_stride`.
+// One head of a text. The rows that come out lie `out_stride` apart.
 struct TextHead {
   const float *queries, *keys, *values;  // [L, H]
   float* out;                            // [L, H]
-  int64_t stride, out_stride;
+  int64_t out_stride;
   int num_tokens, head_size;
 };
 
@@ -93,7 +93,7 @@ inline float reduce_max_or_nan(__m512 x) {
 inline float unit_by_numbers(const float* rows, const TextHead& head, float largest) {
   __m512 found = _mm512_setzero_ps();
   for (int token = 0; token < head.num_tokens; ++token)
-    for (int h = 0; h < head.head_size; h += kLanes) found = max_or_nan(found, _mm512_abs_ps(load16(rows + token * head.stride + h)));
+    for (int h = 0; h < head.head_size; h += kLanes) found = max_or_nan(found, _mm512_abs_ps(load16(rows + token * head.head_size + h)));
   return reduce_max_or_nan(found) / largest;
 }
 
@@ -105,7 +105,7 @@ inline float unit_by_norms(const float* rows, const TextHead& head) {
   for (int token = 0; token < head.num_tokens; ++token) {
     __m512 squares = _mm512_setzero_ps();
     for (int h = 0; h < head.head_size; h += kLanes) {
-      const __m512 x = load16(rows + token * head.stride + h);
+      const __m512 x = load16(rows + token * head.head_size + h);
       squares = _mm512_fmadd_ps(x, x, squares);
     }
     found = max_or_nan(found, squares);
@@ -130,16 +130,16 @@ inline void take_keys(const TextHead& head, float unit, int16_t* keys) {
   const __m512 per_unit = times_per(unit);
   for (int token = 0; token < head.num_tokens; ++token)
     for (int h = 0; h < head.head_size; h += kDims)
-      _mm512_storeu_si512(keys + token * head.head_size + h, whole32(head.keys + token * head.stride + h, per_unit));
+      _mm512_storeu_si512(keys + token * head.head_size + h, whole32(head.keys + token * head.head_size + h, per_unit));
 }
 
 inline void take_values(const TextHead& head, float unit, int16_t* values) {
   const __m512 per_unit = times_per(unit);
   for (int token = 0; token < head.num_tokens; token += 2)
     for (int h = 0; h < head.head_size; h += kLanes) {
-      const float* from = head.values + token * head.stride + h;
+      const float* from = head.values + token * head.head_size + h;
       const bool has_second = token + 1 < head.num_tokens;
-      const __m512i second = has_second ? whole16(from + head.stride, per_unit) : _mm512_setzero_si512();
+      const __m512i second = has_second ? whole16(from + head.head_size, per_unit) : _mm512_setzero_si512();
       _mm512_storeu_si512(values + token * head.head_size + 2 * h, pair16(whole16(from, per_unit), second));
     }
 }
@@ -151,7 +151,7 @@ inline void take_queries(const TextHead& head, int first_query, float unit, int1
     __m512i rows[kLanes];
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i)
-      rows[i] = whole32(head.queries + std::min(first_query + i, head.num_tokens - 1) * head.stride + h, per_unit);
+      rows[i] = whole32(head.queries + std::min(first_query + i, head.num_tokens - 1) * head.head_size + h, per_unit);
     transpose16(rows);
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) _mm512_storeu_si512(queries + (h / 2 + i) * kDims, rows[i]);
@@ -167,7 +167,7 @@ inline __m512i score_keys(const int16_t* queries, const int16_t* keys, int head_
   for (int h = 0; h < head_size; h += 2) {
     const __m512i q = _mm512_loadu_si512(queries + h * kLanes);
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) add_words(score[r], spread(keys + r * head_size + h), q);
+    for (int r = 0; r < R; ++r) score[r] = _mm512_dpwssd_epi32(score[r], spread(keys + r * head_size + h), q);
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
@@ -210,8 +210,8 @@ inline void mix_values(const int32_t* weights, const int16_t* values, int num_to
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const __m512i weight = spread(weights + pair * kLanes + r);
-      add_words(mixed[r][0], weight, low);
-      add_words(mixed[r][1], weight, high);
+      mixed[r][0] = _mm512_dpwssd_epi32(mixed[r][0], weight, low);
+      mixed[r][1] = _mm512_dpwssd_epi32(mixed[r][1], weight, high);
     }
   }
 #pragma GCC unroll 8

@@ -6,7 +6,7 @@
 // The residual stream is float32; what goes into a product is bfloat16, or bytes with a scale for each group of them. One parallel region spans
 // the batch; in it every operation shares its tasks out among the threads.
 
-#include "features.h"
+#include "processor.h"
 
 #if HEADRACE_HAS_BF16
 

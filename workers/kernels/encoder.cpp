@@ -6,7 +6,7 @@
 // residual stream, norms, softmax and activation are float32; what goes into a product is int16 with a scale for each row's group, and
 // in attention for each head of a text.
 
-#include "features.h"
+#include "processor.h"
 
 #if HEADRACE_HAS_VNNI
 
@@ -101,13 +101,17 @@ int64_t most_rows(int64_t longest) { return kBlockRows + longest; }
 class Worker {
  public:
   Worker(const HeadraceEncoder& model, const HeadraceTexts& texts, Scratch scratch, float* out, Times& times)
-      : model_(model), texts_(texts), scratch_(scratch), out_(out), times_(times) {}
+      : model_(model), texts_(texts), scratch_(scratch), out_(out), times_(times), parts_(3 * model.hidden_size / kDims) {}
 
   void run(const Block& block) {
     block_ = block;
     first_row_ = begin(block.first_text);
     num_rows_ = texts_.ends[block.end_text - 1] - first_row_;
     residual_ = out_ + first_row_ * model_.hidden_size;
+    for (size_t part = 0; part < parts_.size(); ++part) {
+      const int64_t dim = part * kDims, head = dim / model_.head_size;
+      parts_[part] = (head * num_rows_ * model_.head_size) + dim % model_.head_size;
+    }
     Stopwatch watch;
     embed();
     watch.lap(&times_.rows);
@@ -123,7 +127,7 @@ class Worker {
       watch.lap(&times_.products);
       normalise(layer.attention_norm, layer.attention_norm_bias);
       watch.lap(&times_.rows);
-      for (int row = 0; row < num_rows_; row += kInnerRows) expand(layer, row, std::min(kInnerRows, num_rows_ - row), watch);
+      for (int row = 0; row < num_rows_; row += kInnerRows) expand(layer, row, std::min<int>(kInnerRows, num_rows_ - row), watch);
       normalise(layer.mlp_norm, layer.mlp_norm_bias);
       watch.lap(&times_.rows);
     }
@@ -157,24 +161,26 @@ class Worker {
              scratch_.scales + row * num_groups(size(), Format::int16));
   }
 
+  // Queries, keys and values, head by head: [3 A, M, H], so that a head of a text lies together.
   void project(const HeadraceEncoderLayer& layer) {
-    const int64_t width = 3 * size();
     multiply_alone({scratch_.words, scratch_.scales}, num_rows_, layer.qkv, [&](int row, int panel, const float* values) {
-      float* to = scratch_.heads + row * width + panel * kPanel;
-      const int count = std::min<int>(kPanel, width - panel * kPanel);
-      for (int i = 0; i < count; i += kLanes) store16(to + i, load16(values + i));
+      const size_t first = panel * kPanel / kDims, count = std::min<size_t>(kPanel / kDims, parts_.size() - first);
+      for (size_t i = 0; i < count; ++i) {
+        float* to = scratch_.heads + parts_[first + i] + row * model_.head_size;
+        for (int h = 0; h < kDims; h += kLanes) store16(to + h, load16(values + i * kDims + h));
+      }
     });
   }
 
   void attend() {
-    const int head_size = model_.head_size;
+    const int64_t head_size = model_.head_size, part = num_rows_ * size();  // of all heads
     for (int text = block_.first_text; text < block_.end_text; ++text) {
       const int64_t row = begin(text) - first_row_;
       const int num_tokens = texts_.ends[text] - begin(text);
       for (int head = 0; head < model_.num_heads; ++head) {
-        const float* from = scratch_.heads + row * 3 * size() + head * head_size;
+        const float* from = scratch_.heads + (head * num_rows_ + row) * head_size;
         float* to = scratch_.attended + row * size() + head * head_size;
-        attend_text({from, from + size(), from + 2 * size(), to, 3 * size(), size(), num_tokens, head_size}, scratch_.desk);
+        attend_text({from, from + part, from + 2 * part, to, size(), num_tokens, model_.head_size}, scratch_.desk);
       }
     }
   }
@@ -214,7 +220,8 @@ class Worker {
   Block block_{};
   float* residual_ = nullptr;  // of the block, [M, D]
   int64_t first_row_ = 0;
-  int num_rows_ = 0;
+  int64_t num_rows_ = 0;
+  std::vector<int64_t> parts_;  // where 32 outputs of the first row's QKV projection lie in `heads`
 };
 
 int64_t longest_text(const HeadraceTexts& texts) {

@@ -1,6 +1,6 @@
 // Packing of weights for products.h.
 
-#include "features.h"
+#include "processor.h"
 
 #if HEADRACE_HAS_VNNI
 

@@ -100,17 +100,16 @@ void multiply_bf16(const Tile& tile, float* sums) {
 // Adds a group's integer sums to what a tile's values are so far; behind the last group they are scaled, with the bias.
 template <int M>
 inline void add_group(const Tile& tile, const __m512i (&sum)[M][kVectors], int64_t group, int64_t num_groups, float* values) {
-#pragma GCC unroll 4
-  for (int v = 0; v < kVectors; ++v) {
-    const bool last = group + 1 == num_groups;
-    const __m512 scale = last ? load16(tile.scale + v * kLanes) : _mm512_set1_ps(1.0f);
-    const __m512 bias = last ? load_bias(tile, v) : _mm512_setzero_ps();
 #pragma GCC unroll 8
-    for (int m = 0; m < M; ++m) {
+  for (int m = 0; m < M; ++m) {
+    const __m512 row_scale = _mm512_set1_ps(tile.scales[m * num_groups + group]);
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
       float* to = values + m * kPanel + v * kLanes;
-      const __m512 row_scale = _mm512_set1_ps(tile.scales[m * num_groups + group]);
-      const __m512 value = _mm512_mul_ps(_mm512_cvtepi32_ps(sum[m][v]), row_scale);
-      store16(to, _mm512_fmadd_ps(group ? _mm512_add_ps(value, load16(to)) : value, scale, bias));
+      __m512 value = _mm512_cvtepi32_ps(sum[m][v]);
+      value = group ? _mm512_fmadd_ps(value, row_scale, load16(to)) : _mm512_mul_ps(value, row_scale);
+      if (group + 1 == num_groups) value = _mm512_fmadd_ps(value, load16(tile.scale + v * kLanes), load_bias(tile, v));
+      store16(to, value);
     }
   }
 }

@@ -24,16 +24,20 @@ inline void normalise_row(const float* row, const float* weight, int size, float
 }
 #endif
 
-// To mean 0 and variance 1, then weight and bias, in place.
+// To mean 0 and variance 1, then weight and bias, in place. The size is a multiple of 32; sums are two, so that one does not wait for the
+// other.
 inline void layer_norm_row(float* row, const float* weight, const float* bias, int size, float eps) {
-  __m512 sum = _mm512_setzero_ps(), squares = _mm512_setzero_ps();
-  for (int d = 0; d < size; d += kLanes) sum = _mm512_add_ps(sum, load16(row + d));
-  const __m512 mean = _mm512_set1_ps(_mm512_reduce_add_ps(sum) / static_cast<float>(size));
-  for (int d = 0; d < size; d += kLanes) {
-    const __m512 x = _mm512_sub_ps(load16(row + d), mean);
-    squares = _mm512_fmadd_ps(x, x, squares);
-  }
-  const __m512 inverse = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / static_cast<float>(size) + eps));
+  __m512 sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()}, squares[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+  for (int d = 0; d < size; d += 2 * kLanes)
+    for (int i = 0; i < 2; ++i) sum[i] = _mm512_add_ps(sum[i], load16(row + d + i * kLanes));
+  const __m512 mean = _mm512_set1_ps(_mm512_reduce_add_ps(_mm512_add_ps(sum[0], sum[1])) / static_cast<float>(size));
+  for (int d = 0; d < size; d += 2 * kLanes)
+    for (int i = 0; i < 2; ++i) {
+      const __m512 x = _mm512_sub_ps(load16(row + d + i * kLanes), mean);
+      squares[i] = _mm512_fmadd_ps(x, x, squares[i]);
+    }
+  const float variance = _mm512_reduce_add_ps(_mm512_add_ps(squares[0], squares[1])) / static_cast<float>(size);
+  const __m512 inverse = _mm512_set1_ps(1.0f / std::sqrt(variance + eps));
   for (int d = 0; d < size; d += kLanes) {
     const __m512 x = _mm512_mul_ps(_mm512_sub_ps(load16(row + d), mean), inverse);
     store16(row + d, _mm512_fmadd_ps(x, load16(weight + d), load16(bias + d)));
@@ -78,14 +82,15 @@ inline __m512i words32(const float* from, __m512 factor) {
 inline void to_words(const float* row, int size, int group, int16_t* out, float* scales) {
   for (int begin = 0; begin < size; begin += group) {
     const int end = std::min(size, begin + group);
-    __m512 largest = _mm512_setzero_ps(), squares = _mm512_setzero_ps();
-    for (int d = begin; d < end; d += kLanes) {
-      const __m512 x = load16(row + d);
-      largest = _mm512_max_ps(_mm512_abs_ps(x), largest);
-      squares = _mm512_fmadd_ps(x, x, squares);
-    }
-    // In this order, as a NaN is in the squares alone.
-    const float scale = std::max(std::sqrt(_mm512_reduce_add_ps(squares)) / kWordsNorm, _mm512_reduce_max_ps(largest) / kLargestWord);
+    __m512 largest = _mm512_setzero_ps(), squares[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+    for (int d = begin; d < end; d += 2 * kLanes)
+      for (int i = 0; i < 2; ++i) {
+        const __m512 x = load16(row + d + i * kLanes);
+        largest = _mm512_max_ps(_mm512_abs_ps(x), largest);
+        squares[i] = _mm512_fmadd_ps(x, x, squares[i]);
+      }
+    const float norm = std::sqrt(_mm512_reduce_add_ps(_mm512_add_ps(squares[0], squares[1])));
+    const float scale = std::max(norm / kWordsNorm, _mm512_reduce_max_ps(largest) / kLargestWord);  // a NaN is in the norm alone
     const __m512 inverse = _mm512_set1_ps(scale > 1e-30f ? 1.0f / scale : 0.0f);
     for (int d = begin; d < end; d += 2 * kLanes) _mm512_storeu_si512(out + d, words32(row + d, inverse));
     *scales++ = scale;

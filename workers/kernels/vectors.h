@@ -4,7 +4,7 @@
 
 #include <immintrin.h>
 
-#include "features.h"
+#include "processor.h"
 #include "numbers.h"
 
 namespace headrace {

@@ -157,13 +157,14 @@ class Tokenizer:
         ]
         return parts[0] if len(parts) == 1 else PackedTexts.concatenate(parts)
 
-    def truncate(self, texts: PackedTexts, max_len: int) -> Truncated:
+    def truncate(self, texts: PackedTexts, max_len: int, *, side: str | None = None) -> Truncated:
         """Cut texts that were encoded with special tokens to a number of tokens. The special ones
-        are kept, and what lies between them is cut at `truncation_side`, as transformers does.
+        are kept, and what lies between them is cut, as transformers does.
 
         Args:
             texts: as `encode_packed` gives them.
             max_len: most tokens of a text, special ones included.
+            side: "left" or "right", which is cut off; None: `truncation_side`.
 
         Raises:
             ValueError: there is no room for a token between the special ones.
@@ -178,7 +179,7 @@ class Tokenizer:
         cut_N = lengths_N > max_len
         if not cut_N.any():
             return Truncated(texts, cut_N)
-        head = before if self.truncation_side == "left" else max_len - behind
+        head = before if (side or self.truncation_side) == "left" else max_len - behind
         tail = max_len - head
         position_T = np.arange(texts.num_tokens) - np.repeat(texts.begins_N, lengths_N)
         from_end_T = np.repeat(lengths_N, lengths_N) - position_T

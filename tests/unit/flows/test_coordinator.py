@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from flows.collector import FromWorker, Item, Note
@@ -23,6 +24,8 @@ from flows.fleet.links import Deliver
 from flows.fleet.messages import (
     Adopt,
     Assign,
+    Began,
+    Block,
     Command,
     Ended,
     Event,
@@ -64,6 +67,7 @@ class Behaviour:
         fault: raised instead of being ready.
         stillborn: a worker that dies before it is ready.
         late: seconds until a worker is ready.
+        blocks: rows are answered several at a time, and given back unread, as encoders do.
     """
 
     killers: frozenset[RowKey] = frozenset()
@@ -72,6 +76,7 @@ class Behaviour:
     fault: BaseException | None = None
     stillborn: int | None = None
     late: dict[int, float] = field(default_factory=dict)
+    blocks: bool = False
     seed: int = 0
     is_deaf: Callable[[int, int], bool] = lambda _index, _life: False
 
@@ -115,7 +120,11 @@ class FakeLink:
         if behaviour.stillborn == self.index:
             self._deliver(Gone("exit status 1"))
             return
-        time.sleep(behaviour.late.get(self.index, 0.0))
+        with self._changed:
+            late_s = behaviour.late.get(self.index, 0.0)
+            if self._changed.wait_for(lambda: self._killed, timeout=late_s):
+                self._deliver(Gone("killed by the test"))
+                return
         self._deliver(Ready(MEMORY, "fake"))
         self._deliver(self._work())
 
@@ -133,7 +142,8 @@ class FakeLink:
                 assert not self._rows
                 return Ended()
             if self._rows:
-                end = self._compute(self._rows[0])
+                blocks = self._behaviour.blocks
+                end = self._encode() if blocks else self._compute(self._rows[0])
                 if end is not None:
                     return end
             elif not self._is_deaf:
@@ -163,7 +173,10 @@ class FakeLink:
             count = max(0, min(len(self._rows) - 1, int(command.share_s / self._row_s)))
             kept = len(self._rows) - count
             given, self._rows = self._rows[kept:], self._rows[:kept]
-            self._deliver(Given(tuple(Parcel(ref, (1,), None) for ref in given)))
+            if self._behaviour.blocks:
+                self._deliver(Given(unread=tuple(parts_of(given))))
+            else:
+                self._deliver(Given(tuple(Parcel(ref, (1,), None) for ref in given)))
         elif isinstance(command, Finish):
             self._finishing = True
 
@@ -181,9 +194,39 @@ class FakeLink:
         self._deliver(Report(Load(len(self._rows), 0.0, len(self._rows) * self._row_s)))
         return None
 
+    def _encode(self) -> Event | None:
+        """Some rows of one shard at once, or the end that they bring."""
+        index = self._rows[0].shard_index
+        refs = [ref for ref in self._rows if ref.shard_index == index][:7]
+        ordinals = np.array(sorted(ref.ordinal for ref in refs), dtype=np.int64)
+        self._deliver(Began(index, ordinals))
+        if any(ref[:2] in self._behaviour.killers for ref in refs):
+            return Gone("killed by SIGKILL")
+        if self._rng.random() < self._behaviour.death_chance:
+            return Gone("killed by SIGSEGV")
+        time.sleep(self._row_s * len(refs))
+        self._rows = [ref for ref in self._rows if ref not in refs]
+        names = [f"{index}/{n}" for n in ordinals.tolist()]
+        table = pa.table({"row_id": names, "status": ["ok"] * len(names)})
+        self._deliver(Block(index, ordinals, table))
+        self._deliver(Report(Load(len(self._rows), 0.0, len(self._rows) * self._row_s)))
+        return None
+
     @property
     def _row_s(self) -> float:
         return self._behaviour.slow.get(self.index, ROW_S)
+
+
+def parts_of(refs: list[RowRef]) -> list[Assign]:
+    """Rows by shard."""
+    indices = sorted({ref.shard_index for ref in refs})
+    return [
+        Assign(
+            shard(index, 1000),
+            np.array(sorted(r.ordinal for r in refs if r.shard_index == index), dtype=np.int64),
+        )
+        for index in indices
+    ]
 
 
 class Job:
@@ -233,6 +276,14 @@ class Job:
                 for ref, row in item.event.rows:
                     assert ref[:2] not in found
                     found[ref[:2]] = row
+            if isinstance(item, FromWorker) and isinstance(item.event, Block):
+                index, ordinals, table = item.event
+                for ordinal, name in zip(
+                    ordinals.tolist(), table["row_id"].to_pylist(), strict=True
+                ):
+                    assert (index, ordinal) not in found
+                    assert name == f"{index}/{ordinal}"
+                    found[index, ordinal] = ResultRow(ordinal=ordinal, row_id=name, status="ok")
         return found
 
     def notes(self, table: str) -> list[dict[str, Any]]:
@@ -254,20 +305,25 @@ def keys(*shards: Shard) -> set[RowKey]:
     return {(part.index, n) for part in shards for n in range(part.num_rows)}
 
 
+blocks = pytest.mark.parametrize("blocks", [False, True], ids=["rows", "blocks"])
+
+
+@blocks
 @pytest.mark.parametrize("num_workers", [1, 2, 5])
-def test_every_row_is_answered_once(num_workers: int) -> None:
+def test_every_row_is_answered_once(num_workers: int, blocks: bool) -> None:
     shards = [shard(index, 1 + 17 * index % 40) for index in range(12)]
-    job = Job(num_workers, Behaviour())
+    job = Job(num_workers, Behaviour(blocks=blocks))
     job.run(*shards)
     assert set(job.rows) == keys(*shards)
     job.coordinator._owners.check_integrity(num_workers)
     assert {row["event"] for row in job.notes("workers")} == {"started", "ready", "ended"}
 
 
+@blocks
 @pytest.mark.parametrize("seed", range(6))
-def test_workers_that_die_at_any_row_lose_none(seed: int) -> None:
+def test_workers_that_die_at_any_row_lose_none(seed: int, blocks: bool) -> None:
     shards = [shard(index, 30) for index in range(6)]
-    job = Job(3, Behaviour(death_chance=0.03, seed=seed))
+    job = Job(3, Behaviour(death_chance=0.2 if blocks else 0.03, seed=seed, blocks=blocks))
     job.run(*shards)
     assert set(job.rows) == keys(*shards)
     died = [row for row in job.notes("workers") if row["event"] == "died"]
@@ -276,11 +332,14 @@ def test_workers_that_die_at_any_row_lose_none(seed: int) -> None:
     assert all(row.status in ("ok", "error") for row in job.rows.values())
 
 
+@blocks
 @pytest.mark.parametrize("num_workers", [1, 3])
-def test_a_row_that_kills_its_worker_becomes_an_error_row_and_no_other_does(num_workers) -> None:
+def test_a_row_that_kills_its_worker_becomes_an_error_row_and_no_other_does(
+    num_workers, blocks
+) -> None:
     shards = [shard(0, 40), shard(1, 40)]
     killers = frozenset({(0, 17), (1, 0)})
-    job = Job(num_workers, Behaviour(killers=killers))
+    job = Job(num_workers, Behaviour(killers=killers, blocks=blocks))
     job.run(*shards)
     assert set(job.rows) == keys(*shards)
     bad = {key: row for key, row in job.rows.items() if row.status != "ok"}
@@ -290,9 +349,10 @@ def test_a_row_that_kills_its_worker_becomes_an_error_row_and_no_other_does(num_
     assert "killed by SIGKILL" in (row.error_message or "")
 
 
-def test_work_goes_from_a_slow_worker_to_an_idle_one() -> None:
+@blocks
+def test_work_goes_from_a_slow_worker_to_an_idle_one(blocks: bool) -> None:
     parts = [shard(0, 200), shard(1, 20)]
-    job = Job(2, Behaviour(slow={0: 0.004, 1: 0.004}))
+    job = Job(2, Behaviour(slow={0: 0.004, 1: 0.004}, blocks=blocks))
     job.run(*parts)
     assert set(job.rows) == keys(*parts)
     moves = job.notes("moves")
@@ -313,6 +373,28 @@ def test_a_worker_that_starts_late_finds_its_part(monkeypatch) -> None:
     # While the other one starts, the first does some, but keeps to half of what is left.
     assert done["worker-0"] + done["worker-1"] == 200
     assert done["worker-1"] >= 40
+
+
+def test_a_worker_that_does_not_get_ready_is_started_again() -> None:
+    late = {0: 0.0, 1: 30.0}  # until its second life
+    job = Job(2, Behaviour(late=late, slow={0: 0.004}))
+    job.coordinator._start_timeout_s = 0.1
+    links = job.links
+    make_link = job.coordinator._make_link
+
+    def make(index: int, deliver: Deliver) -> Any:
+        link = make_link(index, deliver)
+        if len([one for one in links if one.index == 1]) > 1:
+            late[1] = 0.0
+        return link
+
+    job.coordinator._make_link = make
+    parts = [shard(index, 40) for index in range(6)]
+    job.run(*parts)
+    assert set(job.rows) == keys(*parts)
+    events = [row["event"] for row in job.notes("workers") if row["worker"] == "worker-1"]
+    assert events[:3] == ["started", "died", "restarted"]
+    assert "ready" in events
 
 
 def test_a_worker_that_never_lives_is_given_up_and_the_others_do_its_work() -> None:

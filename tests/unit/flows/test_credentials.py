@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -122,3 +125,56 @@ def test_a_missing_prefect_aws_is_one_line(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "prefect_aws", None)
     with pytest.raises(SpecError, match=r"pip install 'headrace\[blocks\]'"):
         storage_options("aws-credentials/prod", "s3://b/out")
+
+
+ASSUMED = """<AssumeRoleResponse xmlns="https://sts.amazonaws.com/doc/2011-06-15/"><AssumeRoleResult>
+<Credentials><AccessKeyId>for-a-while</AccessKeyId><SecretAccessKey>hidden</SecretAccessKey>
+<SessionToken>ticket</SessionToken><Expiration>2099-01-01T00:00:00Z</Expiration></Credentials>
+</AssumeRoleResult></AssumeRoleResponse>"""
+REFUSED = """<ErrorResponse xmlns="https://sts.amazonaws.com/doc/2011-06-15/"><Error>
+<Code>AccessDenied</Code><Message>not you</Message></Error></ErrorResponse>"""
+
+
+@pytest.fixture
+def sts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, str]]]:
+    """A token service that gives the answers in the list, each once; keeps what it is asked."""
+    answers: list[tuple[int, str]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        """Takes any POST."""
+
+        def do_POST(self) -> None:
+            asked = self.rfile.read(int(self.headers["Content-Length"])).decode()
+            assert "Action=AssumeRole" in asked
+            assert "arn%3Aaws%3Aiam%3A%3A1%3Arole%2Freader" in asked
+            status, body = answers.pop(0)
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *_: object) -> None:
+            """Nothing on the console."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", f"http://127.0.0.1:{server.server_port}")
+        yield answers
+        server.shutdown()
+
+
+def test_a_role_of_the_block_is_assumed(aws: Any, sts: list[tuple[int, str]]) -> None:
+    block = aws.AwsCredentials(
+        aws_access_key_id="k",
+        aws_secret_access_key="s",
+        region_name="eu-west-1",
+        assume_role_arn="arn:aws:iam::1:role/reader",
+    )
+    sts.append((200, ASSUMED))
+    options = options_of(block)
+    assert (options["key"], options["secret"], options["token"]) == (
+        "for-a-while", "hidden", "ticket",
+    )  # fmt: skip
+    sts.append((403, REFUSED))
+    with pytest.raises(SpecError, match=r"role 'arn:aws:iam::1:role/reader'.*not you"):
+        options_of(block)

@@ -38,8 +38,15 @@ def test_rows_have_one_owner_at_a_time(seed: int) -> None:
                 owners.give(part, worker)
             model |= dict.fromkeys(keys, worker)
         else:
+            for part in owners.parts(keys) if rng.random() < 0.5 else ():
+                index, ordinals = part.shard.index, part.ordinals
+                for worker in range(3):
+                    own = [model[index, n] == worker for n in ordinals.tolist()]
+                    assert owners.owned(index, ordinals, worker).tolist() == own
+                owners.answer_all(index, ordinals)
             for key in keys:
-                owners.answer(key)
+                if owners.owner(key) != ANSWERED:
+                    owners.answer(key)
                 del model[key]
                 assert owners.owner(key) == ANSWERED
         owners.check_integrity(3)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from flows.plan import JobPlan, measured_flops_per_s, plan_lines, render_plan
+from flows.plan import JobPlan, _memory, measured_flops_per_s, plan_lines, render_plan
 from flows.prompts import PromptRenderer
 from flows.shape import ModelShape, model_shape
 from flows.spec import JobSpec
@@ -166,3 +166,16 @@ def test_nonsense_in_the_configuration_is_named(tmp_path: Path, value: object) -
 
 def test_measured_rate_is_that_of_a_real_machine() -> None:
     assert 1e8 < measured_flops_per_s(size=128, repeats=1) < 1e15
+
+
+def test_workers_share_the_machine() -> None:
+    spec = JobSpec.model_validate({"input": "a.parquet", "prompt": "x", "engine": {"workers": 4}})
+    shape = plan().shape
+    whole = _memory(JobSpec.model_validate({"input": "a.parquet", "prompt": "x"}), shape)
+    each = _memory(spec, shape)
+    left = (each.limit_bytes - shape.weights_bytes) / (whole.limit_bytes - shape.weights_bytes)
+    assert left == pytest.approx(1 / 4, rel=0.1)  # free memory changes a little meanwhile
+    lines = dict(plan_lines(plan(num_workers=4)))
+    assert lines["workers"].startswith("4 processes")
+    assert "memory of each worker" in lines
+    assert "memory" in dict(plan_lines(plan()))

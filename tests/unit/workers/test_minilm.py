@@ -17,6 +17,7 @@ from workers.errors import ModelError
 from workers.kernels import encoder
 from workers.loading.files import ModelFiles, resolve_model
 from workers.loading.tokenizer import Tokenizer
+from workers.models.device import cpu_has
 
 SAMPLE = Path(__file__).parents[3] / "flows" / "samples" / "debian_packages.parquet"
 MAX_COSINE_DISTANCE = 1e-5
@@ -88,7 +89,10 @@ def test_embeddings_are_those_of_sentence_transformers(files, packed, wanted) ->
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not encoder.is_available(), reason="no AVX-512 with VNNI, or no compiler")
+@pytest.mark.skipif(
+    not encoder.is_available() or cpu_has("amx_tile"),
+    reason="no AVX-512 with VNNI, or no compiler, or matrix tiles, which are faster",
+)
 def test_the_native_encoder_is_nearly_exact(files, packed, wanted) -> None:
     backend = TorchEncoder.load(files, task="embed", device="cpu")
     assert backend.info.dtype == "int16"
