@@ -216,8 +216,15 @@ class Ledger:
             committed=self._committed.get(shard.index),
             retry_errors=retry_errors,
             partitions=self._partitions_of(shard),
-            on_step=self._on_step,
+            on_step=self._step,
         )
+
+    def _step(self, name: str) -> None:
+        """A step of a writer. To commit a superbatch of many files may take longer than a lease
+        lasts without a sign of life.
+        """
+        self._on_step(name)
+        self._lease.beat()
 
     def _partitions_of(self, shard: Shard) -> ShardPartitions | None:
         return None if self.partitions is None else self.partitions.of(shard.index)

@@ -16,8 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from storage.errors import InputError, LedgerError, OutputError
+from storage.errors import InputError, LedgerError, OutputError, OutputInUse
 from storage.hive import NULL_FOLDER
+from storage.merge import merged
 from storage.record import JobRecord
 from storage.results import ResultRow
 from storage.rows import RowReader
@@ -446,6 +447,45 @@ def test_a_block_is_written_from_the_memory_that_it_came_in(job: VectorJob) -> N
     (block,) = writer._all_rows()
     assert block.column("embedding").chunk(0).values.buffers()[1].address == made[0]
     ledger.release()
+
+
+def test_a_long_commit_shows_that_the_run_is_alive(
+    job: VectorJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("storage.partition_files.GROUP_ROWS", 2)
+    monkeypatch.setitem(merged.__kwdefaults__, "window_rows", 1)
+    now_s, seen = [0.0], []
+
+    def later(name: str) -> None:
+        now_s[0] += 100.0  # less than a lease lasts, but all steps take longer
+        lease = orjson.loads((Path(job.output) / "_lease.json").read_bytes())
+        seen.append((name, now_s[0] - lease["heartbeat_s"]))
+
+    ledger = job.open(on_step=later, wall_clock=lambda: now_s[0])
+    for shard in ledger.pending():
+        writer = ledger.writer(shard)
+        for rows in job._slices(ledger, shard, writer):
+            for row in rows:
+                job.add(writer, [row])
+                writer.checkpoint()
+        writer.close()
+    ledger.release()
+    check(job)
+    assert max(age_s for _, age_s in seen) <= 100.0
+    assert {"before_partition", "before_row_group"} <= {name for name, _ in seen}
+
+
+def test_a_run_that_lost_its_output_stops_in_the_middle_of_a_commit(job: VectorJob) -> None:
+    now_s = [0.0]
+    ledger = job.open(wall_clock=lambda: now_s[0])
+    writer = ledger.writer(ledger.shards[0])
+    batches = RowReader(ledger.dataset, ("text",)).rows(ledger.shards[0])
+    job.add(writer, [row for batch in batches for row in batch])
+    now_s[0] = 1000.0
+    job.open(wall_clock=lambda: now_s[0])  # takes the output over
+    with pytest.raises(OutputInUse, match="was taken over"):
+        writer.close()
+    assert job.files() == []
 
 
 def run_on(job: VectorJob, url: str, on_step: Callable[[str], None] = lambda _: None) -> None:
