@@ -22,8 +22,9 @@ READ_BYTES = 1 << 20
 """A part is read in batches of about this size, as many parts may be open at a time."""
 MAX_BATCH_ROWS = 4096
 SMALL_ROWS = 64
-"""Up to so many rows a file of its own is written plainly: to set up a codec for each column would
-take more than half of its time, and save nothing.
+SMALL_BYTES = 256 << 10
+"""Up to so many rows and bytes a file of its own is written plainly: to set up a codec for each
+column would take more than half of its time, and save nothing.
 """
 PLAIN: Mapping[str, Any] = {
     "compression": "none",

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from storage.durable import FolderSync, sync_file, sync_folders
 from storage.errors import OutputError
-from storage.files import GROUP_BYTES, GROUP_ROWS, PLAIN, SMALL_ROWS
+from storage.files import GROUP_BYTES, GROUP_ROWS, PLAIN, SMALL_BYTES, SMALL_ROWS
 from storage.objects import DRAFT, TMP, ObjectStore
 
 LOCAL_THREADS = 4
@@ -179,7 +179,8 @@ class _Form(NamedTuple):
 
     def bytes_of(self, table: pa.Table) -> pa.Buffer:
         """A whole file. Parquet is written in many small pieces, of which each would be a call."""
-        form = self._replace(options=dict(PLAIN)) if table.num_rows <= SMALL_ROWS else self
+        is_small = table.num_rows <= SMALL_ROWS and table.nbytes <= SMALL_BYTES
+        form = self._replace(options=dict(PLAIN)) if is_small else self
         sink = pa.BufferOutputStream()
         form.write(sink, [table])
         return sink.getvalue()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.shards import Shard, TokenCost, cut_shards
+from storage.shards import Shard, TokenCost, cut_shards, shards_at
 from storage.source import Dataset, InputFile, RowGroup
 
 GROUPS = st.builds(
@@ -134,3 +134,27 @@ def test_a_row_above_the_target_is_alone_even_before_rows_that_cost_nothing(leas
 def test_a_dataset_without_rows_has_no_shards() -> None:
     cost = TokenCost(columns=(), tokens_per_byte=0, tokens_per_row=1)
     assert cut_shards(dataset_of([[], [RowGroup(0, {})]]), cost=cost, target_tokens=10) == ()
+
+
+@given(files=FILES, cost=COST, data=st.data())
+def test_shards_end_where_they_are_told(
+    files: list[list[RowGroup]], cost: TokenCost, data: st.DataObject
+) -> None:
+    dataset = dataset_of(files)
+    rows = list(all_rows(dataset))
+    stops = sorted(data.draw(st.sets(st.integers(1, max(1, len(rows))), max_size=5)))
+    if not rows:
+        stops = []
+    shards = shards_at(dataset, stops, cost=cost)
+    assert [shard.index for shard in shards] == list(range(len(stops)))
+    for shard, start, stop in zip(shards, [0, *stops], stops, strict=False):
+        assert list(rows_of(shard)) == rows[start:stop]
+
+
+def test_shards_that_cannot_end_there_are_named() -> None:
+    dataset = dataset_of([[RowGroup(3, {"x": 3})]])
+    cost = TokenCost(columns=(), tokens_per_byte=0.0, tokens_per_row=1.0)
+    with pytest.raises(ValueError, match="shard 1 would end at row 2, and start at 2"):
+        shards_at(dataset, [2, 2], cost=cost)
+    with pytest.raises(ValueError, match="2 rows less"):
+        shards_at(dataset, [1, 5], cost=cost)
