@@ -27,21 +27,19 @@ import pyarrow.parquet as pq
 from storage.errors import InputError, LedgerError
 from storage.files import GROUP_BYTES, GROUP_ROWS
 from storage.hive import as_keys, encoded, folders, key_schema
+from storage.identified import READ_ROWS, ROW_ID, as_before, identified_rows
 from storage.objects import ObjectStore
 from storage.partitions import first_rows
-from storage.rows import RowReader, id_text, to_values, whole
+from storage.rows import RowReader, whole
 from storage.shards import Shard
 from storage.source import Dataset, open_dataset
 
 GROUPED = "_input"
-ROW_ID = "__row_id"
-"""Identity of each row in the input as it was; the id column of the grouped one."""
 FILE_ROWS = 64 * GROUP_ROWS
 FILE_BYTES = 8 * GROUP_BYTES
 """A file of the grouped input is closed at the first of these two."""
 GATHER_BYTES = GROUP_BYTES // 4
 """A row group of the grouped input is of this size, or of `GROUP_ROWS`."""
-READ_ROWS = 8192
 MIN_MEMORY_BYTES = 64 << 20
 """DuckDB cannot sort in less."""
 _PLACE = "__place"
@@ -242,7 +240,7 @@ def _scatter(setting: _Setting, places: np.ndarray) -> list[_Bucket]:
     ]
     held: dict[int, list[pa.Table]] = {}
     num_bytes = row = 0
-    for table in _rows(setting):
+    for table in identified_rows(setting.dataset, setting.schema.names, setting.limit):
         setting.on_batch()
         place = places[row : row + table.num_rows]
         row += table.num_rows
@@ -286,62 +284,6 @@ def _spill(buckets: Sequence[_Bucket], held: dict[int, list[pa.Table]]) -> None:
             pa.ipc.new_stream(file, table.schema) as writer,
         ):
             writer.write_table(table)
-
-
-def _rows(setting: _Setting) -> Iterator[pa.Table]:
-    """All rows with their identity, in the input's order."""
-    dataset = setting.dataset
-    extra = [] if dataset.id_column is None else [dataset.id_column]
-    names = tuple(dict.fromkeys([*setting.schema.names, *extra]))
-    reader = RowReader(dataset, names, batch_rows=READ_ROWS)
-    try:
-        for span in first_rows(whole(dataset), setting.limit):
-            file = dataset.files[span.file_index].name
-            row = span.first_row + span.start
-            for batch in reader.batches(Shard(0, (span,), 0)):
-                ids = (
-                    _places_in(file, row, batch.num_rows)
-                    if dataset.id_column is None
-                    else _ids(batch.column(dataset.id_column))
-                )
-                row += batch.num_rows
-                columns = [_spilled(batch.column(name)) for name in setting.schema.names]
-                yield pa.table([ids, *columns], names=[ROW_ID, *setting.schema.names])
-    finally:
-        reader.close()
-
-
-def _places_in(file: str, first: int, count: int) -> pa.Array:
-    """Row ids where there is no id column: `FILE:ROW`."""
-    rows = pa.array(np.arange(first, first + count, dtype=np.int64)).cast(pa.string())
-    name = file.encode("utf-8", "replace").decode()
-    return pc.call_function("binary_join_element_wise", [pa.scalar(name), rows, pa.scalar(":")])
-
-
-def _ids(column: pa.Array) -> pa.Array:
-    """Row ids from an id column."""
-    if pa.types.is_string(column.type) or pa.types.is_integer(column.type):
-        return column.cast(pa.string())
-    return pa.array([id_text(value) for value in to_values(column)], pa.string())
-
-
-def _spilled(column: pa.Array) -> pa.Array:
-    """A column as it can be sorted: each batch may have a dictionary of its own, and a bucket has
-    rows of many; views cannot be taken from.
-    """
-    if pa.types.is_dictionary(column.type):
-        return _spilled(column.dictionary_decode())
-    if pa.types.is_string_view(column.type):
-        return column.cast(pa.large_string())
-    if pa.types.is_binary_view(column.type):
-        return column.cast(pa.large_binary())
-    return column
-
-
-def _as_before(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
-    if pa.types.is_dictionary(kind):
-        column = column.dictionary_encode()
-    return column if column.type == kind else column.cast(kind)
 
 
 # -- gather --
@@ -411,7 +353,7 @@ def _write(store: ObjectStore, setting: _Setting, buckets: Sequence[_Bucket]) ->
 def _fill(writer: Any, group: pa.Table | None, more: Iterator[pa.Table], schema: pa.Schema) -> None:
     rows = num_bytes = 0
     while group is not None:
-        columns = [_as_before(group.column(field.name), field.type) for field in schema]
+        columns = [as_before(group.column(field.name), field.type) for field in schema]
         writer.write_table(pa.Table.from_arrays(columns, schema=schema))
         rows += group.num_rows
         num_bytes += group.nbytes

@@ -31,9 +31,10 @@ from storage.partitions import PLAN, PartitionPlan, ShardPartitions
 from storage.parts import CHECKPOINTS, parts_folder
 from storage.record import JobRecord, differences
 from storage.results import computed_fields, result_schema
+from storage.shard_files import RESULTS, result_files
 from storage.shards import Shard
 from storage.source import Dataset
-from storage.writer import RESULTS, ShardWriter, result_files, rewrite_kept
+from storage.writer import ShardWriter, rewrite_kept
 
 JOB = "job.json"
 TELEMETRY = "telemetry"

@@ -64,6 +64,7 @@ def test_it_is_a_stable_sort_by_key(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(grouping, "READ_ROWS", 5)
+    monkeypatch.setattr("storage.identified.READ_ROWS", 5)
     monkeypatch.setattr(grouping, "MIN_MEMORY_BYTES", 1)
     order = grouping._order
     monkeypatch.setattr(
