@@ -32,8 +32,9 @@ def key_schema(schema: pa.Schema, columns: Sequence[str]) -> pa.Schema:
     Raises:
         InputError: a column is missing, named twice, or of a type that no folder name can hold.
     """
+    lower = [name.lower() for name in columns]
     for name in columns:
-        if columns.count(name) > 1:
+        if lower.count(name.lower()) > 1:
             raise InputError(f"the input is to be partitioned by {name!r} twice; name it once")
         if name not in schema.names:
             raise InputError(

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from storage.errors import OutputError, OutputMismatch
 from storage.grouping import GROUPED, open_grouped
+from storage.hive import encoded
 from storage.lease import LEASE, Lease
 from storage.marker import MARKERS, ShardSummary, count_again, marker_name, read_marker
 from storage.objects import TMP, ObjectStore
@@ -215,8 +216,15 @@ class Ledger:
             committed=self._committed.get(shard.index),
             retry_errors=retry_errors,
             partitions=self._partitions_of(shard),
-            on_step=self._on_step,
+            on_step=self._step,
         )
+
+    def _step(self, name: str) -> None:
+        """A step of a writer. To commit a superbatch of many files may take longer than a lease
+        lasts without a sign of life.
+        """
+        self._on_step(name)
+        self._lease.beat()
 
     def _partitions_of(self, shard: Shard) -> ShardPartitions | None:
         return None if self.partitions is None else self.partitions.of(shard.index)
@@ -310,10 +318,22 @@ def _begin(store: ObjectStore, dataset: Dataset, made: JobRecord | PlannedJob) -
     job = _Job(made, None, dataset) if isinstance(made, JobRecord) else _Job(*made)
     result_schema(job.dataset.schema, job.record.columns)  # a name clash is found now
     if job.partitions is not None:
+        _refuse_keys_above(store, job.record.columns.partition_by)
         job.partitions.check(job.record.shards)
         job.partitions.write(store)
     store.write(JOB, job.record.to_bytes())
     return job
+
+
+def _refuse_keys_above(store: ObjectStore, keys: Sequence[str]) -> None:
+    """Refuse an output below a folder that readers would take for a key of its partitions."""
+    above = {folder.partition("=")[0] for folder in store.root.split("/") if "=" in folder}
+    for name in keys:
+        if encoded(name) in above:
+            raise OutputError(
+                f"{store.url} is below a folder that is called as a partition is, '{name}=...': "
+                "readers would take that for the key; give another --output"
+            )
 
 
 def _go_on(store: ObjectStore, dataset: Dataset, record: JobRecord) -> _Job:

@@ -97,7 +97,7 @@ def write_partitions(
         try:
             for name, count in zip(files, num_rows, strict=True):
                 on_step("before_partition")
-                _write_one(batch, name, rows, count)
+                _write_one(batch, name, rows, count, on_step)
             rows.end()
             return batch.commit()
         finally:
@@ -109,21 +109,27 @@ def write_partitions(
         ) from fault
 
 
-def _write_one(batch: _Batch, name: str, rows: _Rows, count: int) -> None:
+def _write_one(
+    batch: _Batch, name: str, rows: _Rows, count: int, on_step: Callable[[str], None]
+) -> None:
     """One partition. Whatever is larger than a row group is not held as a whole."""
     groups = rows.groups(count)
     first = next(groups)
     if first.num_rows == count:
         batch.put(name, first)
     else:
-        batch.stream(name, _chained(first, groups))
+        batch.stream(name, _chained(first, groups, on_step))
     for _ in groups:
         raise AssertionError(name)
 
 
-def _chained(first: pa.Table, rest: Iterator[pa.Table]) -> Iterator[pa.Table]:
+def _chained(
+    first: pa.Table, rest: Iterator[pa.Table], on_step: Callable[[str], None]
+) -> Iterator[pa.Table]:
     yield first
-    yield from rest
+    for group in rest:
+        on_step("before_row_group")
+        yield group
 
 
 class _Rows:

@@ -126,14 +126,15 @@ def result_schema(input_schema: pa.Schema, columns: ResultColumns) -> pa.Schema:
     first, *rest = computed_fields(columns)
     taken = {field.name for field in (first, *rest)}
     for name in columns.partition_by:
-        if name not in input_schema.names or name in taken:
+        if name not in input_schema.names:
             raise InputError(
-                f"the input cannot be partitioned by {name!r}: "
-                + (
-                    "the results have a column of that name; rename it"
-                    if name in taken
-                    else f"it has {', '.join(input_schema.names)}"
-                )
+                f"the input is to be partitioned by {name!r}, but it has "
+                f"{', '.join(input_schema.names)}"
+            )
+        if name.lower() in taken:  # SQL does not tell them apart
+            raise InputError(
+                f"the input cannot be partitioned by {name!r}: the results have a column of that "
+                "name; rename it"
             )
     for name in columns.kept:
         if columns.kept.count(name) > 1:

@@ -103,6 +103,7 @@ class ShardWriter:
         self._rows: list[ResultRow] = []
         self._blocks: list[pa.Table] = []
         self._num_buffered = 0
+        self._summary: ShardSummary | None = None
         self._earlier_attempts = np.zeros(shard.num_rows, np.int32)
         self._done = self._find_done(retry_errors or committed is not None)
         self.num_missing = shard.num_rows - int(self._done.sum())
@@ -262,6 +263,8 @@ class ShardWriter:
             OutputError: the output cannot be written.
             OutputInUse: another run has taken the output over.
         """
+        if self._summary is not None:  # only the parts were still to go
+            return self._tidy(self._summary)
         if self.num_missing:
             num_done = self.shard.num_rows - self.num_missing
             raise LedgerError(
@@ -294,7 +297,7 @@ class ShardWriter:
             num_files=written.num_files,
         )
         self._commit(summary)
-        return summary
+        return self._tidy(summary)
 
     def _commit(self, summary: ShardSummary) -> None:
         self._on_step("before_marker")
@@ -302,11 +305,16 @@ class ShardWriter:
             commit_marker(self._store, self.shard.name, summary)
         else:
             write_marker(self._store, self.shard.name, summary)
+        self._summary = summary
         self._on_step("marker_written")
+
+    def _tidy(self, summary: ShardSummary) -> ShardSummary:
+        """Let go of what the result files have."""
         self._parts.delete()
         self._on_step("parts_deleted")
         self._rows, self._blocks, self._num_buffered = [], [], 0
         return_unused()
+        return summary
 
     def _all_rows(self) -> Iterable[pa.Table]:
         """All rows in order. Texts, and vectors of which some are in parts already, are made

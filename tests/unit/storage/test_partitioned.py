@@ -10,15 +10,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from storage.errors import InputError, LedgerError
+from storage.errors import InputError, LedgerError, OutputError, OutputInUse
 from storage.hive import NULL_FOLDER
+from storage.merge import merged
 from storage.record import JobRecord
 from storage.results import ResultRow
+from storage.rows import RowReader
 from storage.status import read_status
 from storage.vectors import VectorSpec
 from tests.unit.storage.outputs import Crash, crash_at, write_input
@@ -363,8 +366,6 @@ def test_one_partition_of_all_rows_is_streamed(tmp_path: Path) -> None:
 def test_blocks_that_do_not_fit_are_refused_whole(job: VectorJob) -> None:
     from dataclasses import replace
 
-    from storage.rows import RowReader
-
     ledger = job.open()
     writer = ledger.writer(ledger.shards[0])
     batches = RowReader(ledger.dataset, ("text",)).rows(ledger.shards[0])
@@ -402,6 +403,89 @@ def test_the_files_have_the_schema_of_the_results(job: VectorJob) -> None:
     assert all(schema.equals(schemas[0]) for schema in schemas)
     assert schemas[0].field("embedding").type == pa.list_(pa.field("element", pa.float32()), 3)
     assert "key" not in schemas[0].names
+
+
+def test_what_readers_would_mistake_for_a_key_is_refused(job: VectorJob) -> None:
+    job.output = Path(job.output).parent / "key=1" / "out"
+    with pytest.raises(OutputError, match=r"below a folder .* 'key=\.\.\.'"):
+        job.open()
+    assert not list(job.output.rglob("*.json"))
+    job.output = job.output.parents[1] / "other=1" / "out"
+    job.run()
+    check(job)
+
+
+def test_a_key_of_a_name_that_the_results_need_is_refused(tmp_path: Path) -> None:
+    input_ = write_input(tmp_path / "in.parquet", {"Status": ["a"], "text": ["t"]})
+    job = VectorJob(input_, tmp_path / "out", keys=("Status",))
+    with pytest.raises(InputError, match="partitioned by 'Status': the results have a column"):
+        job.open()
+
+
+def test_an_input_without_rows_is_a_finished_job(tmp_path: Path) -> None:
+    schema = pa.schema([("key", pa.string()), ("text", pa.string())])
+    job = VectorJob(write_input(tmp_path / "in.parquet", schema.empty_table()), tmp_path / "out")
+    job.run()
+    assert read_status(str(job.output)).complete
+    job.run()
+
+
+def test_a_block_is_written_from_the_memory_that_it_came_in(job: VectorJob) -> None:
+    ledger = job.open()
+    writer = ledger.writer(ledger.shards[0])
+    batches = RowReader(ledger.dataset, ("text",)).rows(ledger.shards[0])
+    rows = [row for batch in batches for row in batch]
+    made: list[int] = []
+    add = writer.add_block
+
+    def noting(ordinals: np.ndarray, table: pa.Table) -> None:
+        made.append(table.column("embedding").chunk(0).values.buffers()[1].address)
+        add(ordinals, table)
+
+    writer.add_block = noting  # type: ignore[method-assign]
+    job.add(writer, rows)
+    (block,) = writer._all_rows()
+    assert block.column("embedding").chunk(0).values.buffers()[1].address == made[0]
+    ledger.release()
+
+
+def test_a_long_commit_shows_that_the_run_is_alive(
+    job: VectorJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("storage.partition_files.GROUP_ROWS", 2)
+    monkeypatch.setitem(merged.__kwdefaults__, "window_rows", 1)
+    now_s, seen = [0.0], []
+
+    def later(name: str) -> None:
+        now_s[0] += 100.0  # less than a lease lasts, but all steps take longer
+        lease = orjson.loads((Path(job.output) / "_lease.json").read_bytes())
+        seen.append((name, now_s[0] - lease["heartbeat_s"]))
+
+    ledger = job.open(on_step=later, wall_clock=lambda: now_s[0])
+    for shard in ledger.pending():
+        writer = ledger.writer(shard)
+        for rows in job._slices(ledger, shard, writer):
+            for row in rows:
+                job.add(writer, [row])
+                writer.checkpoint()
+        writer.close()
+    ledger.release()
+    check(job)
+    assert max(age_s for _, age_s in seen) <= 100.0
+    assert {"before_partition", "before_row_group"} <= {name for name, _ in seen}
+
+
+def test_a_run_that_lost_its_output_stops_in_the_middle_of_a_commit(job: VectorJob) -> None:
+    now_s = [0.0]
+    ledger = job.open(wall_clock=lambda: now_s[0])
+    writer = ledger.writer(ledger.shards[0])
+    batches = RowReader(ledger.dataset, ("text",)).rows(ledger.shards[0])
+    job.add(writer, [row for batch in batches for row in batch])
+    now_s[0] = 1000.0
+    job.open(wall_clock=lambda: now_s[0])  # takes the output over
+    with pytest.raises(OutputInUse, match="was taken over"):
+        writer.close()
+    assert job.files() == []
 
 
 def run_on(job: VectorJob, url: str, on_step: Callable[[str], None] = lambda _: None) -> None:
