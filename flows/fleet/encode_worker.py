@@ -185,15 +185,18 @@ class EncodeWorker:
     def _feed(self) -> None:
         """Tokenise ahead, a superbatch or a slice at a time."""
         try:
-            while (part := self._parts.take()) is not None:
-                for start, stop in slices(part.num_rows, self._max_texts):
-                    piece = part._replace(ordinals=part.ordinals[start:stop])
-                    self._wait_for_room()
-                    self._prepared.put([self._make_texts(piece)])
-            self._wait_for_room()
-            self._prepared.put([None])
+            while True:
+                self._wait_for_room()
+                part = self._parts.take(self._first_slice)
+                self._prepared.put([None if part is None else self._make_texts(part)])
+                if part is None:
+                    return
         except Stopped:
             return
+
+    def _first_slice(self, num_rows: int) -> int:
+        """Rows of the first slice; the rest stays unread, so that it may be given away."""
+        return next(slices(num_rows, self._max_texts))[1]
 
     def _wait_for_room(self) -> None:
         while not self._room.acquire(timeout=0.2):

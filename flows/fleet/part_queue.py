@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 
 from flows.fleet.messages import Assign, Ordinals
 
@@ -34,21 +35,21 @@ class PartQueue:
             self._unread.clear()
         self.close()
 
-    def take(self, max_rows: int | None = None) -> Assign | None:
+    def take(self, first_rows: Callable[[int], int] = lambda num_rows: num_rows) -> Assign | None:
         """The next part, or its first rows; waits for one; None when nothing will follow.
 
         Args:
-            max_rows: a larger part is cut, and its rest stays.
+            first_rows: how many of a part's rows to take; the rest stays, and can be taken back.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._unread or self._closed)
             if not self._unread:
                 return None
             part = self._unread.popleft()
-            if max_rows is not None and part.num_rows > max_rows:
-                self._unread.appendleft(part._replace(ordinals=part.ordinals[max_rows:]))
-                part = part._replace(ordinals=part.ordinals[:max_rows])
-            return part
+            count = first_rows(part.num_rows)
+            if count < part.num_rows:
+                self._unread.appendleft(part._replace(ordinals=part.ordinals[count:]))
+            return part._replace(ordinals=part.ordinals[:count])
 
     def take_back(self, max_rows: int) -> list[Assign]:
         """Rows, of the last that were submitted, that nobody has begun to read."""

@@ -1,11 +1,13 @@
 """Ways of encoding a partitioned dataset: superbatches, one call a partition, one call for all.
 
-    python -m tests.bench.surge --json FILE [--quick] [--rounds N] [--ways A,B] [--dtype D]
+    python -m tests.bench.surge --json FILE [--quick] [--rounds N] [--ways "A;B"] [--dtype D]
 
 Short real texts (windows of package descriptions, 47 bytes on average) in partitions of lognormal
-size, grouped by key. Each way runs in a process of its own whose model is loaded beforehand; what
-is timed ends when every partition's file is there. Memory is that of the process and its children,
-read from outside, above what it was when the model was loaded. The first output is the first file.
+size, grouped by key; and fewer texts in as many partitions, where the fixed cost of calls weighs
+more: what the costs of the first predict for the second is shown beside what is measured. Each way
+runs in a process of its own whose model is loaded beforehand; what is timed ends when every
+partition's file is there. Memory is that of the process and its children, read from outside, above
+what it was when the model was loaded. The first output is the first file.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -29,16 +31,22 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
 
-from schedulers.encode_cost import EncodeCost, EncodeSample, fit_encode, speed_up
 from schedulers.sizes import SizeStats
-from schedulers.superbatch import Thresholds, count_calls
-from tests.bench.common import ROOT, SAMPLE, Check, argument_parser, show_checks, write_report
+from tests.bench.common import (
+    ROOT,
+    SAMPLE,
+    Check,
+    Sense,
+    argument_parser,
+    show_checks,
+    write_report,
+)
 from tests.bench.machine import measure_machine
 
-FULL = (200_000, 4_000)
-QUICK = (10_000, 200)
+FULL, SMALL = (200_000, 4_000), (20_000, 4_000)
+QUICK, QUICK_SMALL = (10_000, 200), (1_000, 200)
 THEIRS_SHARE = 0.2
-"""Of the partitions, for sentence-transformers with a call for each: it takes too long."""
+"""Of the partitions, for sentence-transformers: all of them would take it half an hour."""
 SIGMA = 1.72
 """Of the logarithm of a partition's size (`surge.md`, the production fit)."""
 MEAN_BYTES = 47
@@ -53,6 +61,8 @@ WAYS = (
     "sentence-transformers, pool",
     "per partition, sentence-transformers, pool",
 )
+SMALL_WAYS = ("ours", "per partition", "fixed batch")
+"""Done on the small partitions, too."""
 ABLATION = ("without superbatch", "without asynchronous writing", "without zero-copy")
 
 
@@ -70,6 +80,7 @@ class Run:
     way: str
     num_rows: int
     num_partitions: int
+    small: bool
     total_s: float
     first_s: float
     memory_bytes: int
@@ -169,7 +180,9 @@ def _has_file(output: Path) -> bool:
     return next(root.glob("key=*/*.parquet"), None) is not None
 
 
-def run_way(way: str, source: Path, folder: Path, model: str, dtype: str) -> Run:
+def run_way(
+    way: str, source: Path, folder: Path, model: str, dtype: str, *, small: bool = False
+) -> Run:
     output = folder / f"out-{time.monotonic_ns()}"
     arguments = [way, str(source), str(output), model, dtype]
     command = [sys.executable, "-m", "tests.bench.surge_child", *arguments]
@@ -193,6 +206,7 @@ def run_way(way: str, source: Path, folder: Path, model: str, dtype: str) -> Run
         way=way,
         num_rows=len(keys),
         num_partitions=num_partitions,
+        small=small,
         total_s=told["total_s"],
         first_s=watch.first_s or told["total_s"],
         memory_bytes=watch.peak_bytes - watch.loaded_bytes,
@@ -214,114 +228,145 @@ def calls_of(output: Path) -> tuple[tuple[int, int, float], ...]:
 # -- figures --
 
 
-def measured_cost(runs: Sequence[Run]) -> EncodeCost:
-    """c and t from two jobs that differ in the number of calls: what a call costs all in all, its
-    commit included, and what a text costs.
-    """
-    one = [run for run in runs if run.way == "per partition"]
-    all_in_one = [run for run in runs if run.way == "fixed batch"]
-    many_s, few_s = (median(run.total_s for run in found) for found in (one, all_in_one))
-    num_rows, num_calls = one[0].num_rows, one[0].num_partitions
-    call_s = max(0.0, (many_s - few_s) / (num_calls - 1))
-    return EncodeCost(call_s=call_s, text_s=(few_s - call_s) / num_rows)
+class Medians:
+    """The runs of one dataset, by way."""
 
+    def __init__(self, runs: Sequence[Run], *, small: bool) -> None:
+        self.runs = [run for run in runs if run.small == small]
+        self.ways = list(dict.fromkeys(run.way for run in self.runs))
 
-def summary_of(runs: Sequence[Run], sizes: Sequence[int]) -> dict[str, object]:
-    """Medians by way."""
-    ways = list(dict.fromkeys(run.way for run in runs))
-    found: dict[str, object] = {}
-    for way in ways:
-        own = [run for run in runs if run.way == way]
-        found[way] = {
-            "texts_per_s": median(run.rate for run in own),
-            "total_s": median(run.total_s for run in own),
-            "first_s": median(run.first_s for run in own),
-            "memory_mib": median(run.memory_bytes for run in own) / MIB,
-            "num_calls": median(len(run.calls) for run in own),
+    def of(self, way: str, value: Callable[[Run], float]) -> float:
+        return median(value(run) for run in self.runs if run.way == way)
+
+    def total_s(self, way: str) -> float:
+        return self.of(way, lambda run: run.total_s)
+
+    def rate(self, way: str) -> float:
+        return self.of(way, lambda run: run.rate)
+
+    def memory(self, way: str) -> float:
+        return self.of(way, lambda run: run.memory_bytes)
+
+    def calls(self, way: str) -> float:
+        return self.of(way, lambda run: len(run.calls))
+
+    @property
+    def call_s(self) -> float:
+        """c: what a call costs all in all, its commit included: by two jobs that differ in the
+        number of calls alone.
+        """
+        more_s = self.total_s("per partition") - self.total_s("fixed batch")
+        return max(0.0, more_s / (self.calls("per partition") - self.calls("fixed batch")))
+
+    def summary(self) -> dict[str, object]:
+        found: dict[str, object] = {
+            way: {
+                "texts_per_s": self.rate(way),
+                "total_s": self.total_s(way),
+                "first_s": self.of(way, lambda run: run.first_s),
+                "memory_mib": self.memory(way) / MIB,
+                "num_calls": self.calls(way),
+            }
+            for way in self.ways
         }
-    stats = SizeStats.of(sizes)
-    found["partitions"] = {"cv": stats.cv, "mean": stats.mean, "largest": stats.largest}
-    if {"per partition", "fixed batch"} <= set(ways):
-        found["cost"] = asdict(measured_cost(runs))
-    calls = [
-        EncodeSample(*call) for run in runs if run.way == "per partition" for call in run.calls
-    ]
-    fit = fit_encode(calls)
-    if fit is not None:
-        found["encode_fit"] = asdict(fit)
-    return found
+        if {"per partition", "fixed batch"} <= set(self.ways):
+            found["call_ms"] = 1e3 * self.call_s
+        return found
+
+
+def predicted_gain(small: Medians, call_s: float) -> float:
+    """T(P) / T(K) of the small partitions, by the cost of a call on the large ones."""
+    rest_s = small.total_s("fixed batch") - small.calls("fixed batch") * call_s
+    many_s, few_s = (rest_s + small.calls(way) * call_s for way in ("per partition", "ours"))
+    return many_s / few_s
 
 
 def checks_of(runs: Sequence[Run]) -> list[Check]:
-    rate = {
-        way: median(run.rate for run in runs if run.way == way)
-        for way in dict.fromkeys(run.way for run in runs)
-    }
-    memory = {way: median(run.memory_bytes for run in runs if run.way == way) for way in rate}
+    large, small = Medians(runs, small=False), Medians(runs, small=True)
     checks: list[Check] = []
 
-    def ratio(name: str, other: str, bound: float) -> None:
-        if other in rate:
-            value = rate["ours"] / rate[other]
-            checks.append(Check(name=name, value=round(value, 3), bound=bound, sense=">="))
+    def add(name: str, value: float, bound: float, sense: Sense = ">=") -> None:
+        checks.append(Check(name=name, value=round(value, 3), bound=bound, sense=sense))
 
-    theirs = [way for way in rate if way.startswith("sentence-transformers")]
+    def ratio(name: str, other: str, bound: float) -> None:
+        if other in large.ways:
+            add(name, large.rate("ours") / large.rate(other), bound)
+
+    if small.runs:
+        gain = predicted_gain(small, large.call_s)
+        add(
+            "small partitions: texts/s, ours / a call for each, where the cost model predicts "
+            f"{gain:.2f}",
+            small.rate("ours") / small.rate("per partition"),
+            1.9 if gain >= 1.9 else 1.0,
+        )
     ratio("texts/s, ours / sentence-transformers' pool, a call for each partition",
           "per partition, sentence-transformers, pool", 1.9)  # fmt: skip
     ratio("texts/s, ours / the fixed batch", "fixed batch", 0.97)
+    theirs = [way for way in large.ways if way.startswith("sentence-transformers")]
     if theirs:
-        best = max(theirs, key=lambda way: rate[way])
+        best = max(theirs, key=large.rate)
         ratio(f"texts/s, ours / {best} (its best way)", best, 1.3)
-    if "fixed batch" in memory:
-        value = memory["ours"] / memory["fixed batch"]
-        checks.append(
-            Check(name="memory above the loaded model, ours / the fixed batch",
-                  value=round(value, 3), bound=0.1, sense="<=")
+    if "fixed batch" in large.ways:
+        add(
+            "memory above the loaded model, ours / the fixed batch",
+            large.memory("ours") / large.memory("fixed batch"), 0.1, "<=",
         )  # fmt: skip
     return checks
 
 
-def predicted_gain(runs: Sequence[Run], sizes: Sequence[int], thresholds: Thresholds) -> float:
-    """T(P) / T(K) by the measured cost."""
-    cost, stats = measured_cost(runs), SizeStats.of(sizes)
-    return speed_up(cost, stats, count_calls(sizes, thresholds))
-
-
 def show(console: Console, runs: Sequence[Run]) -> None:
-    table = Table("way", "texts/s", "seconds", "first file s", "memory MiB", "calls")
-    for way in dict.fromkeys(run.way for run in runs):
-        own = [run for run in runs if run.way == way]
-        table.add_row(
-            way,
-            f"{median(run.rate for run in own):,.0f}",
-            f"{median(run.total_s for run in own):.1f}",
-            f"{median(run.first_s for run in own):.2f}",
-            f"{median(run.memory_bytes for run in own) / MIB:.0f}",
-            f"{median(len(run.calls) for run in own):,.0f}",
+    for small in (False, True):
+        found = Medians(runs, small=small)
+        title = "Small partitions" if small else "All"
+        table = Table(
+            "way", "texts/s", "seconds", "first file s", "memory MiB", "calls", title=title
         )
-    console.print(table)
+        for way in found.ways:
+            table.add_row(
+                way,
+                f"{found.rate(way):,.0f}",
+                f"{found.total_s(way):.1f}",
+                f"{found.of(way, lambda run: run.first_s):.2f}",
+                f"{found.memory(way) / MIB:.0f}",
+                f"{found.calls(way):,.0f}",
+            )
+        if found.ways:
+            console.print(table)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of the partitions of both datasets."""
+
+    large: list[int]
+    small: list[int]
 
 
 def measure(
-    ways: Sequence[str], rounds: int, sizes: Sequence[int], dtype: str, console: Console
+    ways: Sequence[str], rounds: int, sizes: Sizes, dtype: str, console: Console
 ) -> list[Run]:
+    """Each way on the large partitions, and some on the small ones, in turns."""
     from workers.loading.files import resolve_model
 
     model = str(resolve_model("minilm").folder)
     runs: list[Run] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        whole, part = folder / "all.parquet", folder / "part.parquet"
-        write_dataset(whole, sizes)
-        write_dataset(part, sizes[: max(1, int(len(sizes) * THEIRS_SHARE))])
+        whole, part, small = (folder / f"{kind}.parquet" for kind in ("all", "part", "small"))
+        write_dataset(whole, sizes.large)
+        write_dataset(part, sizes.large[: max(1, int(len(sizes.large) * THEIRS_SHARE))])
+        write_dataset(small, sizes.small)
+        jobs = [(way, part if "sentence-transformers" in way else whole) for way in ways]
+        jobs += [(way, small) for way in SMALL_WAYS if way in ways]
         for round_ in range(rounds):
-            for way in ways if round_ % 2 == 0 else ways[::-1]:
-                theirs = way.startswith("per partition, ")
-                runs.append(run_way(way, part if theirs else whole, folder, model, dtype))
-                run = runs[-1]
+            for way, source in jobs if round_ % 2 == 0 else jobs[::-1]:
+                run = run_way(way, source, folder, model, dtype, small=source == small)
+                runs.append(run)
                 console.print(
-                    f"{way}: {run.rate:,.0f} texts/s, {run.total_s:.1f} s, first file after "
-                    f"{run.first_s:.2f} s, {run.memory_bytes / MIB:.0f} MiB, {len(run.calls)} calls"
+                    f"{way}{', small partitions' * run.small}: {run.rate:,.0f} texts/s, "
+                    f"{run.total_s:.1f} s, first file after {run.first_s:.2f} s, "
+                    f"{run.memory_bytes / MIB:.0f} MiB, {len(run.calls)} calls"
                 )
     return runs
 
@@ -330,30 +375,34 @@ def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--ways", help="of: " + ", ".join((*WAYS, *ABLATION)))
     parser.add_argument("--dtype", default="auto", help="of the engine, for ours")
-    parser.add_argument("--texts", type=int, default=None)
-    parser.add_argument("--partitions", type=int, default=None)
     options = parser.parse_args()
-    num_rows, num_partitions = QUICK if options.quick else FULL
-    num_rows, num_partitions = options.texts or num_rows, options.partitions or num_partitions
+    shapes = (QUICK, QUICK_SMALL) if options.quick else (FULL, SMALL)
     ways = options.ways.split(";") if options.ways else [*WAYS, *ABLATION]
-    sizes = partition_sizes(num_rows, num_partitions, SIGMA)
+    sizes = Sizes(*(partition_sizes(rows, count, SIGMA) for rows, count in shapes))
     console = Console()
     runs = measure(ways, options.rounds or 1, sizes, options.dtype, console)
     show(console, runs)
-    checks = checks_of(runs) if any(run.way == "ours" for run in runs) else []
+    checks = checks_of(runs) if set(SMALL_WAYS) <= set(ways) else []
     show_checks(console, checks)
+    stats = SizeStats.of(sizes.large)
     write_report(
         options.json,
         machine=measure_machine().as_json(),
         settings={
-            "num_rows": num_rows,
-            "num_partitions": num_partitions,
+            "num_rows": shapes[0][0],
+            "num_partitions": shapes[0][1],
+            "small": shapes[1],
             "sigma": SIGMA,
+            "cv": stats.cv,
+            "largest": stats.largest,
             "dtype": options.dtype,
             "theirs_share": THEIRS_SHARE,
         },
         runs=[{**asdict(run), "calls": len(run.calls)} for run in runs],
-        summary=summary_of(runs, sizes),
+        summary={
+            "large": Medians(runs, small=False).summary(),
+            "small": Medians(runs, small=True).summary(),
+        },
         checks=checks,
     )
 

@@ -299,6 +299,7 @@ def load_causal(
 def _describe(
     files: ModelFiles, made: _Made, task: EncodeTask, dtype: torch.dtype, device: torch.device
 ) -> EncoderInfo:
+    native_bytes = made.model.scratch_bytes if isinstance(made.model, NativeEncoder) else 0
     return EncoderInfo(
         name=files.name,
         task=task,
@@ -311,7 +312,7 @@ def _describe(
         weights_bytes=made.model.weights_bytes,
         activation_bytes_per_token=made.model.activation_bytes_per_token,
         num_parameters=made.model.num_parameters,
-        scratch_bytes=made.output.scratch_bytes,
+        scratch_bytes=made.output.scratch_bytes + native_bytes,
     )
 
 

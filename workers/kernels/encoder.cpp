@@ -84,6 +84,7 @@ struct Scratch : Cuts {
 // rows it begins.
 std::vector<Block> plan_blocks(const HeadraceTexts& texts, int num_threads) {
   const int64_t num_rows = texts.num_texts ? texts.ends[texts.num_texts - 1] : 0;
+  if (!num_rows) return {};
   const int64_t rounds = (num_rows + num_threads * kBlockRows - 1) / (num_threads * kBlockRows), wanted = rounds * num_threads;
   std::vector<Block> blocks;
   for (int64_t text = 0, begin = 0, last = -1; text < texts.num_texts; begin = texts.ends[text++]) {

@@ -129,8 +129,13 @@ class NativeEncoder:
 
     @property
     def activation_bytes_per_token(self) -> int:
-        """What comes out, and the batch's integers. Scratch memory does not grow with the batch."""
-        return 4 * self.hidden_size + 16
+        """What comes out, what is pooled of it, and the batch's integers."""
+        return 12 * self.hidden_size + 32
+
+    @property
+    def scratch_bytes(self) -> int:
+        """The threads' memory, which does not grow with the batch."""
+        return kernel.scratch_bytes(self._struct, self.max_len)
 
     # -- a batch --
 

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedulers.superbatch import (
-    Resident,
     Superbatch,
     Thresholds,
     call_bound,
@@ -26,6 +25,66 @@ from schedulers.superbatch import (
 SIZES = st.lists(
     st.one_of(st.integers(0, 5), st.integers(0, 60), st.integers(0, 1000)), max_size=60
 )
+
+
+class Resident:
+    """Counts the texts in memory, and holds them to `resident_bound`.
+
+    Owned by the one who encodes. A call enters before its texts are read and leaves when what was
+    made of them is durable; the next may enter while at most `queue_depth` are inside.
+
+    Attributes:
+        bound: texts that are never exceeded.
+        num_texts: now.
+        peak_texts: most so far.
+    """
+
+    def __init__(self, thresholds: Thresholds, *, largest: int, queue_depth: int) -> None:
+        if queue_depth < 0:
+            raise ValueError(f"a queue depth of {queue_depth} is impossible; 0 writes in turn")
+        self._most_of_call = call_bound(thresholds, largest)
+        self._most_calls = 1 + queue_depth
+        self._calls: dict[int, int] = {}
+        self.bound = resident_bound(thresholds, largest, queue_depth)
+        self.num_texts = 0
+        self.peak_texts = 0
+
+    @property
+    def num_calls(self) -> int:
+        return len(self._calls)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether some call must leave before another enters."""
+        return len(self._calls) >= self._most_calls
+
+    def enter(self, call: int, num_texts: int) -> None:
+        """A call's texts are about to be read.
+
+        Args:
+            call: its number; not inside already.
+            num_texts: at most `call_bound`.
+        """
+        assert not self.is_full, f"{self.num_calls} calls are in memory, and none may be added"
+        assert call not in self._calls, f"call {call} is in memory already"
+        assert 0 <= num_texts <= self._most_of_call, (
+            f"call {call} has {num_texts} texts, and at most {self._most_of_call} were promised"
+        )
+        self._calls[call] = num_texts
+        self.num_texts += num_texts
+        self.peak_texts = max(self.peak_texts, self.num_texts)
+
+    def leave(self, call: int) -> None:
+        """A call's results are durable and its texts are gone from memory."""
+        assert call in self._calls, f"call {call} is not in memory"
+        self.num_texts -= self._calls.pop(call)
+
+    def check_integrity(self) -> None:
+        """Compute everything anew, and assert that it is so and within the bound."""
+        assert self.num_texts == sum(self._calls.values())
+        assert len(self._calls) <= self._most_calls
+        assert all(0 <= size <= self._most_of_call for size in self._calls.values())
+        assert self.num_texts <= self.peak_texts <= self.bound
 
 
 @st.composite

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
+import subprocess
 
 import pytest
 import torch
 
 from workers import kernels
-from workers.kernels import attention, decoder
+from workers.kernels import attention, decoder, encoder
 from workers.models.device import cpu_has
 
 
@@ -57,6 +59,22 @@ def test_the_decoder_is_there_where_processor_and_compiler_are() -> None:
     if shutil.which("g++") is None or not all(map(cpu_has, features)):
         pytest.skip("no compiler, or no AVX-512 with BF16 and VNNI")
     assert decoder.is_available()
+
+
+def test_the_encoder_is_there_where_processor_and_compiler_are() -> None:
+    if shutil.which("g++") is None or not cpu_has("avx512_vnni"):
+        pytest.skip("no compiler, or no AVX-512 with VNNI")
+    assert encoder.is_available()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processor", ["cascadelake", "haswell"])
+def test_the_sources_suit_processors_without_bfloat16_and_without_all_of_it(processor) -> None:
+    if shutil.which("g++") is None or platform.machine() != "x86_64":
+        pytest.skip("no compiler")
+    flags = [flag for flag in kernels.FLAGS if flag != "-march=native"]
+    command = ["g++", *flags, f"-march={processor}", "-fsyntax-only", *map(str, kernels.SOURCES)]
+    subprocess.run(command, check=True, timeout=100)
 
 
 def test_not_a_number_is_passed_on() -> None:
