@@ -29,6 +29,7 @@ def parts_table(profile: JobProfile) -> Table:
     """The job's whole line of time, part by part."""
     steps, total_s = profile.steps, profile.total_s
     names = {**PARTS, **(_ENCODE_NAMES if profile.encodes else {})}
+    steps_noun = "batches" if profile.encodes else "steps"
 
     def row(name: str, seconds: float, *, in_steps: bool) -> tuple[str, ...]:
         each = (_us(seconds, steps.num_steps), _us(seconds, steps.num_tokens))
@@ -42,7 +43,7 @@ def parts_table(profile: JobProfile) -> Table:
         *line(*_LINE[:-1]),
         *(row(names[key], steps.parts[key], in_steps=True) for key in PARTS if steps.parts[key]),
         *line(_LINE[-1]),
-        row("batches together" if profile.encodes else "steps together", steps.total_s, in_steps=True),
+        row(f"{steps_noun} together", steps.total_s, in_steps=True),
         row("all", total_s, in_steps=False),
     ]  # fmt: skip
     each = "us/batch" if profile.encodes else "us/step"

@@ -264,14 +264,12 @@ def _state(status: JobStatus) -> str:
     return "" if status.complete else "The job is not complete; the same command goes on from here."
 
 
-def _how(
-    spec: Mapping[str, Any], policy: str, facts: EncodeFacts | None
-) -> list[tuple[str, str]]:
+def _how(spec: Mapping[str, Any], policy: str, facts: EncodeFacts | None) -> list[tuple[str, str]]:
     """What decides how the work was done."""
     if facts is None:
         return [("policy", policy)]
     keys = spec.get("partition_by") or ()
-    partitions = [("partitions", ", ".join(map(str, keys)))] if keys else []
+    partitions = [("partitioned by", ", ".join(map(str, keys)))] if keys else []
     return [("task", str(_dig(spec, "task"))), *partitions]
 
 

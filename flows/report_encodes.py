@@ -46,9 +46,7 @@ class EncodeFacts:
     advice: Advice | None = None
 
 
-def encode_facts(
-    record: JobRecord, store: ObjectStore, telemetry: Telemetry
-) -> EncodeFacts | None:
+def encode_facts(record: JobRecord, store: ObjectStore, telemetry: Telemetry) -> EncodeFacts | None:
     """What is known of a job that encodes; None for one that generates.
 
     Raises:

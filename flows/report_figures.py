@@ -231,9 +231,7 @@ def _texts_of_calls(axes: Axes, calls: Columns, facts: EncodeFacts) -> None:
     axes.axhline(facts.max_texts, color=SECOND, linestyle="--")
     handles = [
         Line2D([], [], color=LINE, marker="o", linestyle="", label="encode call"),
-        Line2D(
-            [], [], color=SECOND, linestyle="--", label=f"upper threshold, {facts.max_texts:,}"
-        ),
+        Line2D([], [], color=SECOND, linestyle="--", label=f"upper threshold, {facts.max_texts:,}"),
     ]
     if facts.min_texts is not None:
         axes.axhline(facts.min_texts, color=THIRD, linestyle=":")
@@ -249,9 +247,7 @@ def _texts_of_calls(axes: Axes, calls: Columns, facts: EncodeFacts) -> None:
 
 
 def _seconds_of_calls(axes: Axes, calls: Columns, fit: EncodeFit | None) -> None:
-    axes.scatter(
-        calls["num_texts"], calls["interval_s"], s=14, color=LINE, alpha=0.6, linewidths=0
-    )
+    axes.scatter(calls["num_texts"], calls["interval_s"], s=14, color=LINE, alpha=0.6, linewidths=0)
     handles = [Line2D([], [], color=LINE, marker="o", linestyle="", label="measured")]
     if fit is not None:
         cost = fit.cost

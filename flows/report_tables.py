@@ -165,15 +165,20 @@ def _fit_rows(fit: EncodeFit | None) -> list[tuple[str, str, str]]:
     """What a call and a text cost; without c where the calls do not tell it."""
     if fit is None:
         return []
-    text = f"{fit.cost.text_s * 1e6:,.1f} us"
+    text = _short_time(fit.cost.text_s)
     rows = [("t", text, f"per text of {fit.mean_tokens:,.1f} tokens, the mean")]
     if fit.is_identified:
-        error = f"per call, give or take {fit.call_error_s * 1e3:.3g} ms"
-        rows = [("c", f"{fit.call_s * 1e3:,.2f} ms", error), *rows]
+        error = f"per call, give or take {_short_time(fit.call_error_s)}"
+        rows = [("c", _short_time(fit.call_s), error), *rows]
     else:
         rows = [("c", "-", fit.note), *rows]
     left_out = f"; {counted(fit.num_outliers, 'call')} left out" if fit.num_outliers else ""
     return [*rows, ("error of the fit", f"{fit.error:.1%}", f"median of a call{left_out}")]
+
+
+def _short_time(seconds: float) -> str:
+    """Milliseconds, or microseconds where there are few."""
+    return f"{1e3 * seconds:,.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:,.3g} us"
 
 
 # -- the crossover --
