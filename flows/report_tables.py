@@ -177,8 +177,10 @@ def _fit_rows(fit: EncodeFit | None) -> list[tuple[str, str, str]]:
 
 
 def _short_time(seconds: float) -> str:
-    """Milliseconds, or microseconds where there are few."""
-    return f"{1e3 * seconds:,.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:,.3g} us"
+    """Three digits, in the unit that has them."""
+    if seconds >= 0.9995:
+        return f"{seconds:,.2f} s"
+    return f"{1e3 * seconds:.3g} ms" if seconds >= 0.9995e-3 else f"{1e6 * seconds:.3g} us"
 
 
 # -- the crossover --

@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 
@@ -179,6 +180,16 @@ def test_calls_are_placed_on_the_axis_of_all_runs(tmp_path: Path) -> None:
         width_s = telemetry.total_s / len(bins["at_s"])
         assert bins["seqs"].sum() * width_s == pytest.approx(sum(SIZES))
     assert Page(render_report(str(output))).sections == SECTIONS
+
+
+def test_a_remote_output_has_the_same_report(tmp_path: Path) -> None:
+    output = write_encoded(tmp_path, EncodeJob())
+    remote = fsspec.filesystem("memory")
+    remote.put(str(output), "/report-encoded", recursive=True)
+    try:
+        assert render_report("memory://report-encoded") == render_report(str(output))
+    finally:
+        remote.rm("/report-encoded", recursive=True)
 
 
 def test_a_long_job_has_a_short_page(tmp_path: Path) -> None:
