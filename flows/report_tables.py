@@ -132,7 +132,7 @@ def superbatch_sentence(facts: EncodeFacts) -> str:
         return f"{gathered} No encode call has been recorded, so its cost is not known."
     advice = facts.advice
     if advice is None:
-        return f"{gathered} Whether superbatching paid is not known: {facts.fit.note}."
+        return f"{gathered} Whether superbatching paid is not known, as {facts.fit.note}."
     return (
         f"{gathered} By what this job's calls cost, phi is {advice.phi:.1%}, and the predicted "
         f"speed-up against a call for each partition {advice.speed_up:.2f}. {advice.text}"

@@ -5,7 +5,7 @@ what an encoder does not have.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -46,7 +46,7 @@ JOB_S = 8 * 0.05 + sum(SIZES) * 0.001
 
 
 @contextmanager
-def opened(output: Path) -> Iterator[tuple[EncodeFacts, Telemetry]]:
+def opened(output: Path) -> Generator[tuple[EncodeFacts, Telemetry]]:
     store = ObjectStore(str(output))
     record = JobRecord.from_bytes(store.read(JOB), JOB)
     con = open_views(store)
@@ -105,7 +105,7 @@ def test_the_sentence_says_whether_it_paid(tmp_path: Path) -> None:
 
 def test_what_the_calls_do_not_tell_is_not_claimed(tmp_path: Path) -> None:
     few = write_encoded(tmp_path / "few", EncodeJob(num_done=2))
-    assert "is not known: 2 calls are too few" in sentence_of(few)
+    assert "is not known, as 2 calls are too few" in sentence_of(few)
     assert facts_of(few).advice is None
     page = Page(render_report(str(few)))
     assert "2 calls are too few" in page.text and "not complete" in page.text
