@@ -23,11 +23,12 @@ from storage.ledger import JOB
 from storage.objects import ObjectStore
 from storage.views import open_views
 
-KINDS = ("prefill", "decode", "mixed")
+KINDS = ("prefill", "decode", "mixed", "encode")
 SIZES = ("1-4", "5-16", "17-63", "64+")
 """Sequences of a step."""
 
 PARTS: Mapping[str, str] = {
+    "encoder_s": "encoder",
     "products_s": "matrix products",
     "attention_s": "attention",
     "head_s": "output projection",
@@ -45,7 +46,7 @@ PARTS: Mapping[str, str] = {
 }
 """The parts of a step, in the order in which they are shown."""
 
-COMPUTE = ("products_s", "attention_s", "head_s", "device_s")
+COMPUTE = ("encoder_s", "products_s", "attention_s", "head_s", "device_s")
 """What a step is for; the rest of it is overhead."""
 
 _COUNTS = """
@@ -63,10 +64,11 @@ _CELLS = f"""
         FROM steps WHERE products_s IS NOT NULL AND ($run IS NULL OR starts_with(run_id, $run))
     ), apart AS (
         SELECT * EXCLUDE (intake_s),
-            {STEP_KIND} AS kind,
+            if(phase = 'encode', phase, {STEP_KIND}) AS kind,
             CASE WHEN num_seqs < 5 THEN '1-4' WHEN num_seqs < 17 THEN '5-16'
                 WHEN num_seqs < 64 THEN '17-63' ELSE '64+' END AS size,
-            elapsed_s - ({_MODEL}) AS backend_s,
+            if(phase = 'encode', elapsed_s, 0) AS encoder_s,
+            if(phase = 'encode', 0, elapsed_s - ({_MODEL})) AS backend_s,
             least(intake_s, coalesce(gap_s, 0)) AS intake_s
         FROM ends
     )
@@ -151,6 +153,11 @@ class JobProfile:
     cells: tuple[Cell, ...]
     line: Mapping[str, float]
     threads: tuple[Work, ...]
+
+    @property
+    def encodes(self) -> bool:
+        """All steps are batches of an encoder, which tells no parts: its time is one."""
+        return {cell.kind for cell in self.cells} == {"encode"}
 
     @property
     def steps(self) -> Sum:

@@ -28,12 +28,15 @@ from flows.credentials import storage_options
 from flows.progress import Snapshot
 from flows.report import write_report
 from flows.report_data import Telemetry
-from flows.report_tables import policy_sentence
+from flows.report_encodes import encode_facts
+from flows.report_tables import policy_sentence, superbatch_sentence
 from flows.shard_run import ShardRun
 from flows.spec import JobSpec
 from flows.summary import JobSummary
 from storage.errors import StorageError
+from storage.ledger import JOB
 from storage.objects import ObjectStore
+from storage.record import JobRecord
 from storage.views import open_views
 
 UPDATE_S = 3.0
@@ -147,11 +150,18 @@ class Board:
             return None
 
     def _decisions(self) -> str:
-        """When the policy switched between prefill and decode apart and together, and why."""
+        """When the policy switched between prefill and decode apart and together, and why; of a job
+        that encodes, what became of its partitions.
+        """
         spec = self._spec
         options = storage_options(spec.credentials, spec.output)
-        with closing(open_views(ObjectStore(spec.output, storage_options=options))) as con:
+        store = ObjectStore(spec.output, storage_options=options)
+        record = JobRecord.from_bytes(store.read(JOB), store.path(JOB))
+        with closing(open_views(store)) as con:
             telemetry = Telemetry(con)
+            facts = encode_facts(record, store, telemetry)
+            if facts is not None:
+                return superbatch_sentence(facts)
             return policy_sentence(spec.engine.policy, telemetry, telemetry.switches())
 
     def _emit(self, event: str, summary: JobSummary) -> None:

@@ -53,21 +53,28 @@ def begun_label(shards: Sequence[Shard]) -> str:
 
 
 def done_label(runs: Sequence[ShardRun]) -> str:
-    """Its name when it is done: `shard-00007 (1,000 rows, 251,322 tokens, worker-0, 12.3 s)`."""
+    """Its name when it is done: `shard-00007 (1,000 rows, 251,322 tokens, worker-0, 12.3 s)`; of a
+    superbatch `shard-00007 (1,000 rows of 12 partitions, 20,322 tokens, worker-0, 1.3 s)`.
+    """
     whole = together(runs)
     name = _name([run.index for run in runs])
     tokens = f"{whole.num_tokens:,} tokens"
-    counts = _counts(len(runs), whole.num_rows)
+    counts = _counts(len(runs), whole.num_rows, whole.num_partitions)
     return f"{name} ({counts}, {tokens}, {_workers(whole)}, {duration(whole.run_s)})"
 
 
 def done_message(runs: Sequence[ShardRun]) -> str:
     """The message of its final state."""
     whole = together(runs)
+    counts = _counts(len(runs), whole.num_rows, whole.num_partitions)
+    tokens = (
+        f"{whole.prompt_tokens:,} text tokens"
+        if whole.completion_tokens is None
+        else f"{whole.prompt_tokens:,} prompt and {whole.completion_tokens:,} completion tokens"
+    )
     return (
-        f"{_counts(len(runs), whole.num_rows)}, {whole.prompt_tokens:,} prompt and "
-        f"{whole.completion_tokens:,} completion tokens on {_workers(whole)}; waited "
-        f"{duration(whole.queued_s)}, ran {duration(whole.run_s)}"
+        f"{counts}, {tokens} on {_workers(whole)}; waited {duration(whole.queued_s)}, ran "
+        f"{duration(whole.run_s)}"
     )
 
 
@@ -79,11 +86,18 @@ def together(runs: Sequence[ShardRun]) -> ShardRun:
         num_rows=sum(run.num_rows for run in runs),
         est_tokens=sum(run.est_tokens for run in runs),
         prompt_tokens=sum(run.prompt_tokens for run in runs),
-        completion_tokens=sum(run.completion_tokens for run in runs),
+        completion_tokens=_sum([run.completion_tokens for run in runs]),
         workers=tuple(sorted({worker for run in runs for worker in run.workers})),
         queued_s=queued_s,
         run_s=max(run.queued_s + run.run_s for run in runs) - queued_s,
+        num_partitions=_sum([run.num_partitions for run in runs]),
     )
+
+
+def _sum(counts: Sequence[int | None]) -> int | None:
+    """Of counts that all shards of a job have, or none has."""
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
 
 
 def _name(indices: Sequence[int]) -> str:
@@ -95,8 +109,10 @@ def _name(indices: Sequence[int]) -> str:
     return f"shards {first:05d}{joint}{last:05d}"
 
 
-def _counts(num_shards: int, num_rows: int) -> str:
+def _counts(num_shards: int, num_rows: int, num_partitions: int | None = None) -> str:
     rows = counted(num_rows, "row")
+    if num_partitions is not None:
+        rows += f" of {counted(num_partitions, 'partition')}"
     return rows if num_shards == 1 else f"{counted(num_shards, 'shard')}, {rows}"
 
 
@@ -113,14 +129,22 @@ def shard_table(runs: Sequence[ShardRun]) -> list[dict[str, Any]]:
         {
             "shard": _name([run.index]),
             "rows": run.num_rows,
-            "prompt tokens": run.prompt_tokens,
-            "completion tokens": run.completion_tokens,
+            **_work(run),
             "worker": _workers(run),
             "waited, s": round(run.queued_s, 2),
             "ran, s": round(run.run_s, 2),
         }
         for run in runs[:MAX_TABLE_ROWS]
     ]
+
+
+def _work(run: ShardRun) -> dict[str, int]:
+    """The columns that tell what a shard's rows are made of."""
+    partitions = {} if run.num_partitions is None else {"partitions": run.num_partitions}
+    if run.completion_tokens is None:
+        return {**partitions, "text tokens": run.prompt_tokens}
+    tokens = {"prompt tokens": run.prompt_tokens, "completion tokens": run.completion_tokens}
+    return {**partitions, **tokens}
 
 
 def table_description(runs: Sequence[ShardRun]) -> str:
@@ -137,12 +161,14 @@ def summary_page(summary: JobSummary, why: str, decisions: str | None) -> str:
     Args:
         summary: the job.
         why: the final state's message.
-        decisions: what the policy decided, in sentences; None when nothing is known of it.
+        decisions: what the policy decided, or of a job that encodes what became of superbatching,
+            in sentences; None when nothing is known of it.
     """
     rows = [f"| {_cell(name)} | {_cell(value)} |" for name, value in summary.lines()]
     lines = [f"# {_cell(why)}", "", "| what | value |", "|---|---|", *rows]
     if decisions is not None:
-        lines += ["", "## Prefill and decode: apart or together", "", _cell(decisions)]
+        title = "Prefill and decode: apart or together" if summary.generates else "Superbatches"
+        lines += ["", f"## {title}", "", _cell(decisions)]
     return "\n".join(lines)
 
 
@@ -152,12 +178,16 @@ def _cell(text: str) -> str:
 
 
 def event_payload(run: ShardRun) -> dict[str, Any]:
-    """What the event of a shard says."""
-    return {
+    """What the event of a shard says. What its rows do not have is left out."""
+    counts = {
         "index": run.index,
         "num_rows": run.num_rows,
+        "num_partitions": run.num_partitions,
         "prompt_tokens": run.prompt_tokens,
         "completion_tokens": run.completion_tokens,
+    }
+    return {
+        **{name: count for name, count in counts.items() if count is not None},
         "workers": list(run.workers),
         "queued_s": round(run.queued_s, 3),
         "run_s": round(run.run_s, 3),
@@ -167,6 +197,11 @@ def event_payload(run: ShardRun) -> dict[str, Any]:
 def job_payload(summary: JobSummary) -> dict[str, Any]:
     """What the events of a job say."""
     counts: Mapping[str, int] = summary.by_status
+    made: dict[str, Any] = (
+        {"completion_tokens": summary.completion_tokens}
+        if summary.rows_per_s is None
+        else {"rows_per_s": round(summary.rows_per_s, 3)}
+    )
     return {
         "output": summary.output,
         "complete": summary.complete,
@@ -174,6 +209,6 @@ def job_payload(summary: JobSummary) -> dict[str, Any]:
         "by_status": dict(counts),
         "error_rate": round(summary.error_rate, 6),
         "prompt_tokens": summary.prompt_tokens,
-        "completion_tokens": summary.completion_tokens,
+        **made,
         "elapsed_s": round(summary.elapsed_s, 3),
     }

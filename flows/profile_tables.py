@@ -20,12 +20,16 @@ BESIDE = (
     "These threads ran beside the engine: their time is not in the tables above, but their CPU "
     "seconds were taken from the cores that compute."
 )
+_ENCODE_NAMES = {"handing_s": "between batches: texts, results"}
+"""Parts that are something else beside an encoder than beside an engine."""
 _LINE = ("imports", "opening the job", "loading the model", "engine and first rows", "finishing")
 
 
 def parts_table(profile: JobProfile) -> Table:
     """The job's whole line of time, part by part."""
     steps, total_s = profile.steps, profile.total_s
+    names = {**PARTS, **(_ENCODE_NAMES if profile.encodes else {})}
+    steps_noun = "batches" if profile.encodes else "steps"
 
     def row(name: str, seconds: float, *, in_steps: bool) -> tuple[str, ...]:
         each = (_us(seconds, steps.num_steps), _us(seconds, steps.num_tokens))
@@ -37,13 +41,13 @@ def parts_table(profile: JobProfile) -> Table:
 
     rows = [
         *line(*_LINE[:-1]),
-        *(row(name, steps.parts[key], in_steps=True) for key, name in PARTS.items()
-          if steps.parts[key]),
+        *(row(names[key], steps.parts[key], in_steps=True) for key in PARTS if steps.parts[key]),
         *line(_LINE[-1]),
-        row("steps together", steps.total_s, in_steps=True),
+        row(f"{steps_noun} together", steps.total_s, in_steps=True),
         row("all", total_s, in_steps=False),
     ]  # fmt: skip
-    return Table(("part", "s", "share", "us/step", "us/token"), rows, words=frozenset({0}))
+    each = "us/batch" if profile.encodes else "us/step"
+    return Table(("part", "s", "share", each, "us/token"), rows, words=frozenset({0}))
 
 
 def kinds_table(profile: JobProfile) -> Table:
@@ -116,17 +120,23 @@ def headline(profile: JobProfile) -> str:
         if profile.num_untimed
         else ""
     )
+    noun, tokens = "step", f"{prefill:,} prefill and {decode:,} decode tokens"
+    if profile.encodes:
+        noun, tokens = "batch", f"{prefill:,} text tokens"
     return (
-        f"{counted(profile.num_runs, 'run')}, {counted(profile.steps.num_steps, 'step')}, "
-        f"{prefill:,} prefill and {decode:,} decode tokens, {profile.total_s:,.2f} s{left_out}"
+        f"{counted(profile.num_runs, 'run')}, {counted(profile.steps.num_steps, noun)}, {tokens}, "
+        f"{profile.total_s:,.2f} s{left_out}"
     )
 
 
 def titled_tables(profile: JobProfile) -> Iterator[tuple[str, Table, str]]:
-    """Title, table, and the sentence under it."""
+    """Title, table, and the sentence under it. An encoder has one kind of step, and tells no parts
+    that an overhead could be made of.
+    """
     yield "Where the time went", parts_table(profile), ""
-    yield "By kind of step", kinds_table(profile), ""
-    yield "By sequences in a step", sizes_table(profile), f"{OVERHEAD}."
+    if not profile.encodes:
+        yield "By kind of step", kinds_table(profile), ""
+        yield "By sequences in a step", sizes_table(profile), f"{OVERHEAD}."
     if profile.threads:
         yield "Beside the engine", threads_table(profile), BESIDE
 

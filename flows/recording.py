@@ -130,13 +130,19 @@ def read_recording(url: str, *, credentials: str | None = None) -> Recording:
 
     Raises:
         InputError: there is no job at that place.
-        SpecError: no row has a completion.
+        SpecError: no row has a completion, or the job makes none.
     """
     store = ObjectStore(url, storage_options=storage_options(credentials, url))
     data = store.read_or_none(JOB)
     if data is None:
         raise InputError(f"{url!r} holds no job (it has no {JOB})")
     record = JobRecord.from_bytes(data, store.path(JOB))
+    if record.columns.vector is not None:
+        raise SpecError(
+            f"{url!r} is a job of task {record.columns.vector.task}, which generates nothing; "
+            "flows simulate takes generating jobs: give the output of one, or --synthetic (for "
+            "an encoding job, flows plan predicts the time)"
+        )
     with closing(open_views(store)) as con:
         steps = tuple(RecordedStep(*row) for row in con.execute(_STEPS).fetchall())
         pool = _pool(con)

@@ -2,11 +2,13 @@
 
     storage.views    the output in SQL
     report_data      queries: seconds on the job's axis, added up to a few hundred points
+    report_encodes   of a job that encodes: its superbatches, and what a call cost
     report_figures   numbers to SVG, over time on the one `report_axis`
     report_tables    numbers to text
     report_page.html the page; escapes all that is not a figure
 
-What is not there (no steps, no crossover, no results) is said in a sentence in its place.
+What is not there (no steps, no crossover, no results) is said in a sentence in its place. What a
+task does not have at all (an encoder has no crossover) has no section.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from flows.job_profile import profile_of
 from flows.profile_tables import headline, titled_tables
 from flows.report_axis import Axis, Mark
 from flows.report_data import Telemetry
+from flows.report_encodes import EncodeFacts, encode_facts
 from schedulers.lengths import Hazard, fit_hazard
 from storage.errors import OutputError
 from storage.ledger import JOB
@@ -73,11 +76,22 @@ def render_report(output: str, options: Mapping[str, Any] | None = None) -> str:
     store = ObjectStore(output, storage_options=options)
     record = JobRecord.from_bytes(store.read(JOB), store.path(JOB))
     with closing(open_views(store)) as con:
-        return _template().render(page_values(record, status, Telemetry(con)))
+        telemetry = Telemetry(con)
+        facts = encode_facts(record, store, telemetry)
+        return _template().render(page_values(record, status, telemetry, facts))
 
 
-def page_values(record: JobRecord, status: JobStatus, telemetry: Telemetry) -> dict[str, Any]:
-    """What the template shows, section by section."""
+def page_values(
+    record: JobRecord, status: JobStatus, telemetry: Telemetry, facts: EncodeFacts | None
+) -> dict[str, Any]:
+    """What the template shows, section by section.
+
+    Args:
+        record: of the job.
+        status: of its rows.
+        telemetry: of its runs.
+        facts: its superbatches; None: it generates.
+    """
     spec = record.spec
     policy = str(_dig(spec, "engine", "policy"))
     switches = telemetry.switches()
@@ -88,16 +102,20 @@ def page_values(record: JobRecord, status: JobStatus, telemetry: Telemetry) -> d
             "created": record.created,
             "model": _dig(spec, "model"),
             "input": _dig(spec, "input"),
-            "policy": policy,
+            "how": _how(spec, policy, facts),
         },
+        "generates": facts is None,
         "facts": tables.facts(status, telemetry),
-        "sentence": tables.policy_sentence(policy, telemetry, switches),
+        "sentence": tables.policy_sentence(policy, telemetry, switches)
+        if facts is None
+        else tables.superbatch_sentence(facts),
         "state": _state(status),
         "runs": telemetry.runs,
-        "throughput": _throughput(telemetry, axis),
+        "throughput": _throughput(telemetry, axis, facts),
+        "superbatches": _superbatches(telemetry, axis, facts),
         "crossover": _crossover(telemetry, axis, switches),
         "costs": _costs(telemetry),
-        "lengths": _lengths(telemetry),
+        "lengths": _lengths(telemetry) if facts is None else _text_lengths(telemetry),
         "tail": _tail(telemetry, axis),
         "rows": _rows(status),
         "memory": _memory(telemetry),
@@ -125,10 +143,24 @@ def time_axis(telemetry: Telemetry, switches: Sequence[Mapping[str, Any]]) -> Ax
 # -- sections: what the template takes; None where there is nothing to show --
 
 
-def _throughput(telemetry: Telemetry, axis: Axis) -> Markup | None:
+def _throughput(telemetry: Telemetry, axis: Axis, facts: EncodeFacts | None) -> Markup | None:
     if not telemetry.num_steps:
         return None
+    if facts is not None:
+        return figures.encode_throughput(axis, telemetry.bins())
     return figures.throughput(axis, telemetry.bins(), telemetry.phase_shares())
+
+
+def _superbatches(
+    telemetry: Telemetry, axis: Axis, facts: EncodeFacts | None
+) -> dict[str, Any] | None:
+    calls = telemetry.encode_calls()
+    if facts is None or not len(calls["at_s"]):
+        return None
+    return {
+        "figure": figures.encode_calls(axis, calls, facts),
+        "table": tables.superbatch_table(facts, telemetry),
+    }
 
 
 def _crossover(
@@ -166,6 +198,18 @@ def _lengths(telemetry: Telemetry) -> dict[str, Any] | None:
         "fit": f"p0 = {fit.p0:.4g}, eta = {fit.eta:.3g} per token, {fitted}",
         "mean_prompt": tables.number(float(prompts.mean()) if len(prompts) else math.nan),
         "mean_completion": tables.number(float(completions.mean())),
+    }
+
+
+def _text_lengths(telemetry: Telemetry) -> dict[str, Any] | None:
+    lengths = telemetry.lengths("prompt_tokens")
+    if not len(lengths):
+        return None
+    return {
+        "figure": figures.text_lengths(lengths),
+        "mean": tables.number(float(lengths.mean())),
+        "longest": tables.whole(float(lengths.max())),
+        "cut": f"{telemetry.num_truncated():,}",
     }
 
 
@@ -218,6 +262,15 @@ def _state(status: JobStatus) -> str:
     if status.lease is not None:
         return "The job was running when this page was made."
     return "" if status.complete else "The job is not complete; the same command goes on from here."
+
+
+def _how(spec: Mapping[str, Any], policy: str, facts: EncodeFacts | None) -> list[tuple[str, str]]:
+    """What decides how the work was done."""
+    if facts is None:
+        return [("policy", policy)]
+    keys = spec.get("partition_by") or ()
+    partitions = [("partitioned by", ", ".join(map(str, keys)))] if keys else []
+    return [("task", str(_dig(spec, "task"))), *partitions]
 
 
 def _dig(spec: Mapping[str, Any], *keys: str) -> Any:

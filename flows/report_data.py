@@ -22,6 +22,8 @@ SHARES = (0.5, 0.9, 0.99, 1.0)
 MAX_SPANS = 500
 MAX_EVALUATIONS = 1500
 MAX_LENGTHS = 100_000
+MAX_CALLS = 2000
+MAX_SAMPLES = 4096
 
 _RUNS = """
     CREATE TEMP TABLE runs AS
@@ -33,6 +35,7 @@ _RUNS = """
         UNION ALL SELECT run_id, at_s, at_s, false FROM phases
         UNION ALL SELECT run_id, at_s, at_s, false FROM memory_plan
         UNION ALL SELECT run_id, at_s, at_s, false FROM costs
+        UNION ALL SELECT run_id, started_s, started_s + elapsed_s, false FROM encodes
     ), spans AS (
         SELECT run_id, coalesce(min(at_s) FILTER (is_step), min(at_s)) AS origin_s,
             max(end_s) AS end_s
@@ -57,7 +60,7 @@ _TIMELINE = """
     SELECT number, step, offset_s + started_s - origin_s AS at_s,
         elapsed_s + coalesce(schedule_s, 0) AS busy_s, phase, policy_mode,
         num_prefill_tokens, num_decode_tokens, num_running, num_waiting, num_suspended,
-        num_finished, 1 - num_free_blocks / nullif(num_blocks, 0) AS kv_use
+        num_finished, num_seqs, 1 - num_free_blocks / nullif(num_blocks, 0) AS kv_use
     FROM steps JOIN runs USING (run_id)
 """
 
@@ -78,13 +81,14 @@ _BINS = """
         SELECT bin,
             sum(num_prefill_tokens * part_s / greatest(busy_s, 1e-9)) / $width AS prefill,
             sum(num_decode_tokens * part_s / greatest(busy_s, 1e-9)) / $width AS decode,
+            sum(num_seqs * part_s / greatest(busy_s, 1e-9)) / $width AS seqs,
             sum(kv_use * part_s) / sum(part_s) AS kv_use,
             sum(num_running * part_s) / sum(part_s) AS running,
             sum(num_waiting * part_s) / sum(part_s) AS waiting
         FROM parts GROUP BY bin
     )
     SELECT (range + 0.5) * $width AS at_s, coalesce(prefill, 0) AS prefill,
-        coalesce(decode, 0) AS decode, kv_use, running, waiting
+        coalesce(decode, 0) AS decode, coalesce(seqs, 0) AS seqs, kv_use, running, waiting
     FROM range($bins) LEFT JOIN sums ON bin = range ORDER BY range
 """
 """A step that reaches over several bins gives each its part."""
@@ -130,6 +134,24 @@ _EVALUATIONS = """
     FROM numbered
     WHERE mode_before <> mode_after OR row % ceil(total / $most)::BIGINT = 0 OR row IN (1, total)
     ORDER BY row
+"""
+
+_CALLS = """
+    WITH numbered AS (
+        SELECT *, greatest(0, offset_s + started_s - origin_s) AS at_s,
+            row_number() OVER (ORDER BY number, started_s) AS row, count(*) OVER () AS total
+        FROM encodes JOIN runs USING (run_id) WHERE num_texts > 0
+    )
+    SELECT at_s, num_texts, num_tokens, interval_s FROM numbered
+    WHERE row % ceil(total / $most)::BIGINT = 0 OR row IN (1, total) ORDER BY row
+"""
+_CALL_TOTALS = """
+    SELECT count(*) AS num_calls, coalesce(sum(num_texts), 0)::BIGINT AS num_texts,
+        coalesce(max(num_texts), 0) AS most_texts, avg(num_partitions) AS partitions,
+        coalesce(max(num_partitions), 0) AS most_partitions,
+        coalesce(sum(num_tokens), 0)::BIGINT AS num_tokens,
+        coalesce(sum(num_calls), 0)::BIGINT AS num_batches
+    FROM encodes
 """
 
 STEP_KIND = """
@@ -227,7 +249,9 @@ class Telemetry:
     # -- over time --
 
     def bins(self) -> Columns:
-        """Tokens per second, KV use, running and waiting, in equal stretches of time."""
+        """Tokens and sequences (of an encoder, texts) per second, KV use, running and waiting, in
+        equal stretches of time.
+        """
         num_bins = min(150, max(30, self.num_steps // 15))
         return self.columns(_BINS, bins=num_bins, width=self._width_s(num_bins))
 
@@ -276,6 +300,29 @@ class Telemetry:
         found = self.con.table(f"timed_{table}").filter(where)
         rows = dicts(found.order("number DESC, time_s DESC, step DESC").limit(1))
         return rows[0] if rows else None
+
+    # -- encode calls --
+
+    def encode_calls(self) -> Columns:
+        """Time, texts, tokens and seconds (until its end, since the end of the call before it) of
+        encode calls; of very many, evenly spaced ones.
+        """
+        return self.columns(_CALLS, most=MAX_CALLS)
+
+    def encode_samples(self) -> list[tuple[int, int, float]]:
+        """Texts, tokens and seconds of calls, to fit their cost to."""
+        found = self.rows(_CALLS, most=MAX_SAMPLES)
+        return [(call["num_texts"], call["num_tokens"], call["interval_s"]) for call in found]
+
+    def encode_totals(self) -> dict[str, Any]:
+        """Encode calls added up."""
+        (totals,) = self.rows(_CALL_TOTALS)
+        return totals
+
+    def num_truncated(self) -> int:
+        """Texts that were cut to the model's length."""
+        ((count,),) = self.con.execute("SELECT count(*) FROM results WHERE truncated").fetchall()
+        return count
 
     # -- costs and lengths --
 

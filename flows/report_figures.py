@@ -21,7 +21,9 @@ from numpy.typing import NDArray
 
 from flows.report_axis import PHASE_COLOURS, Axis, legend, over_time
 from flows.report_data import Columns
+from flows.report_encodes import EncodeFacts
 from flows.report_svg import INK, MUTED, Drawing
+from schedulers.encode_cost import EncodeFit
 from schedulers.lengths import Hazard
 
 LINE, SECOND, THIRD = "#0072b2", "#d55e00", "#6a4c93"
@@ -43,6 +45,36 @@ def throughput(axis: Axis, bins: Columns, shares: Columns) -> Markup:
         over_time(drawing, axis, [prefill, decode, kv, running, waiting], strips=[phases])
         seen = [name for name in PHASE_COLOURS if np.nansum(shares[name].astype(float)) > 0]
         legend(drawing, axis, phases=seen)
+    return drawing.svg
+
+
+def encode_throughput(axis: Axis, bins: Columns) -> Markup:
+    """Texts and tokens per second over time."""
+    with Drawing("throughput", "Texts and tokens encoded over time", height_in=3.6) as drawing:
+        texts, tokens = drawing.panels(1, 1)
+        _area(texts, bins, "seqs", LINE, "texts/s")
+        _area(tokens, bins, "prefill", PHASE_COLOURS["mixed"], "tokens/s")
+        over_time(drawing, axis, [texts, tokens])
+    return drawing.svg
+
+
+def encode_calls(axis: Axis, calls: Columns, facts: EncodeFacts) -> Markup:
+    """Texts of calls over time beside the thresholds, and their seconds beside the fitted line."""
+    label = "Texts of encode calls over time, and seconds of calls over their texts"
+    with Drawing("superbatches", label, height_in=4.0) as drawing:
+        grid: Any = drawing.figure.subplots(1, 2, width_ratios=[1.4, 1])
+        over, cost = grid
+        _texts_of_calls(over, calls, facts)
+        over_time(drawing, axis, [over])
+        _seconds_of_calls(cost, calls, facts.fit)
+    return drawing.svg
+
+
+def text_lengths(lengths: NDArray[Any]) -> Markup:
+    """Histogram of the texts' lengths."""
+    with Drawing("lengths", "Lengths of texts in tokens", height_in=2.8) as drawing:
+        (axes,) = drawing.panels(1)
+        _histogram(axes, lengths, PHASE_COLOURS["prefill"], "tokens of a text")
     return drawing.svg
 
 
@@ -192,6 +224,43 @@ def _cost_scatter(axes: Axes, cells: Columns, kind: str) -> None:
         side.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         side.set_major_formatter(FuncFormatter(_short))
         side.set_minor_formatter(NullFormatter())
+
+
+def _texts_of_calls(axes: Axes, calls: Columns, facts: EncodeFacts) -> None:
+    axes.scatter(calls["at_s"], calls["num_texts"], s=14, color=LINE, alpha=0.6, linewidths=0)
+    axes.axhline(facts.max_texts, color=SECOND, linestyle="--")
+    handles = [
+        Line2D([], [], color=LINE, marker="o", linestyle="", label="encode call"),
+        Line2D([], [], color=SECOND, linestyle="--", label=f"upper threshold, {facts.max_texts:,}"),
+    ]
+    if facts.min_texts is not None:
+        axes.axhline(facts.min_texts, color=THIRD, linestyle=":")
+        less = "" if facts.min_is_given else " or less"
+        name = f"lower threshold, {facts.min_texts:,}{less}"
+        handles.append(Line2D([], [], color=THIRD, linestyle=":", label=name))
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(FuncFormatter(_short))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylabel("texts of a call")
+    axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=3)
+
+
+def _seconds_of_calls(axes: Axes, calls: Columns, fit: EncodeFit | None) -> None:
+    axes.scatter(calls["num_texts"], calls["interval_s"], s=14, color=LINE, alpha=0.6, linewidths=0)
+    handles = [Line2D([], [], color=LINE, marker="o", linestyle="", label="measured")]
+    if fit is not None:
+        cost = fit.cost
+        ends = np.array([0.0, float(np.max(calls["num_texts"], initial=1.0))])
+        axes.plot(ends, cost.call_s + cost.text_s * ends, color=INK)
+        handles.append(Line2D([], [], color=INK, label="c + t n" if fit.is_identified else "t n"))
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_formatter(FuncFormatter(_short))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.set_xlabel("texts of a call, n")
+    axes.set_ylabel("seconds")
+    axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=2)
 
 
 def _histogram(axes: Axes, values: NDArray[Any], colour: str, label: str) -> None:

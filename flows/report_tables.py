@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flows.report_data import Telemetry
+from flows.report_encodes import EncodeFacts
 from flows.summary import counted, duration, ordered, size_text
+from schedulers.encode_cost import EncodeFit
 from storage.status import JobStatus
 from storage.telemetry import COEFFICIENTS
 
@@ -58,16 +60,29 @@ def size(num_bytes: int | None) -> str:
 def facts(status: JobStatus, telemetry: Telemetry) -> list[tuple[str, str]]:
     """Name and value of what the page begins with."""
     total_s = telemetry.total_s
-    rate = f"{status.completion_tokens / total_s:,.1f}" if total_s > 0 else "-"
     counts = ", ".join(f"{count:,} {name}" for name, count in ordered(status.by_status))
-    return [
+    found = [
         ("rows", f"{status.done_rows:,} of {status.total_rows:,}"),
         ("by status", counts or "none yet"),
         ("total time", duration(total_s) if total_s > 0 else "-"),
-        ("generated tokens/s", rate),
+    ]
+    if status.encodes:
+        return [
+            *found,
+            ("rows/s", _rate(status.done_rows, total_s)),
+            ("text tokens/s", _rate(status.prompt_tokens, total_s)),
+            ("text tokens", f"{status.prompt_tokens:,}"),
+        ]
+    return [
+        *found,
+        ("generated tokens/s", _rate(status.completion_tokens, total_s)),
         ("prompt tokens", f"{status.prompt_tokens:,}"),
         ("completion tokens", f"{status.completion_tokens:,}"),
     ]
+
+
+def _rate(count: int, total_s: float) -> str:
+    return f"{count / total_s:,.1f}" if total_s > 0 else "-"
 
 
 def policy_sentence(
@@ -95,6 +110,77 @@ def policy_sentence(
     more = f"; and {len(switches) - 3} more, in the table below" if len(switches) > 3 else ""
     looked = counted(looks, "look")
     return f"{counted(len(switches), 'mode switch')} in {looked} at the crossover: {told}{more}."
+
+
+# -- superbatches --
+
+
+def superbatch_sentence(facts: EncodeFacts) -> str:
+    """What became of the partitions, and whether gathering them paid."""
+    calls = counted(facts.num_calls, "encode call")
+    if facts.stats is None:
+        return (
+            f"No partitions: {counted(facts.num_shards, 'shard')} in {calls} of at most "
+            f"{facts.max_texts:,} texts."
+        )
+    gathered = (
+        f"{counted(facts.stats.count, 'partition')} in "
+        f"{counted(facts.num_shards, 'superbatch')}, {calls}; coefficient of variation of the "
+        f"sizes (CV) {facts.stats.cv:.2f}."
+    )
+    if facts.fit is None:
+        return f"{gathered} No encode call has been recorded, so its cost is not known."
+    advice = facts.advice
+    if advice is None:
+        return f"{gathered} Whether superbatching paid is not known, as {facts.fit.note}."
+    return (
+        f"{gathered} By what this job's calls cost, phi is {advice.phi:.1%}, and the predicted "
+        f"speed-up against a call for each partition {advice.speed_up:.2f}. {advice.text}"
+    )
+
+
+def superbatch_table(facts: EncodeFacts, telemetry: Telemetry) -> Table:
+    """The encode calls in numbers."""
+    made = telemetry.encode_totals()
+    num_calls, num_texts = made["num_calls"], made["num_texts"]
+    rows = [
+        ("encode calls", f"{num_calls:,}", f"{facts.num_calls:,} in the plan"),
+        ("slices", f"{facts.num_slices:,}", "calls of what is larger than the upper threshold"),
+        ("model's batches", f"{made['num_batches']:,}", "a call is cut by tokens"),
+        ("texts of a call", number(num_texts / num_calls) if num_calls else "-", "mean"),
+        ("", f"{made['most_texts']:,}", "largest"),
+    ]
+    if facts.stats is not None:
+        rows += [
+            ("partitions of a call", number(made["partitions"]), "mean"),
+            ("", f"{made['most_partitions']:,}", "largest"),
+            ("texts of a partition", number(facts.stats.mean), "mean"),
+            ("", f"{facts.stats.largest:,}", "largest"),
+        ]
+    rows += [("texts/s", _rate(num_texts, telemetry.total_s), ""), *_fit_rows(facts.fit)]
+    return Table(("superbatches", "", ""), rows, words=frozenset({0, 2}))
+
+
+def _fit_rows(fit: EncodeFit | None) -> list[tuple[str, str, str]]:
+    """What a call and a text cost; without c where the calls do not tell it."""
+    if fit is None:
+        return []
+    text = _short_time(fit.cost.text_s)
+    rows = [("t", text, f"per text of {fit.mean_tokens:,.1f} tokens, the mean")]
+    if fit.is_identified:
+        error = f"per call, give or take {_short_time(fit.call_error_s)}"
+        rows = [("c", _short_time(fit.call_s), error), *rows]
+    else:
+        rows = [("c", "-", fit.note), *rows]
+    left_out = f"; {counted(fit.num_outliers, 'call')} left out" if fit.num_outliers else ""
+    return [*rows, ("error of the fit", f"{fit.error:.1%}", f"median of a call{left_out}")]
+
+
+def _short_time(seconds: float) -> str:
+    """Three digits, in the unit that has them."""
+    if seconds >= 0.9995:
+        return f"{seconds:,.2f} s"
+    return f"{1e3 * seconds:.3g} ms" if seconds >= 0.9995e-3 else f"{1e6 * seconds:.3g} us"
 
 
 # -- the crossover --

@@ -104,7 +104,9 @@ class JobRunner:
         self._outbox: Outbox[Item] = Outbox(QUEUE_ITEMS, weigh=item_weight)
         self._coordinator: Coordinator | None = None
         self._collector: Collector | None = None
-        self._shard_runs = ShardRuns(clock=clock)
+        self._shard_runs = ShardRuns(
+            clock=clock, encodes=spec.task != "generate", partitioned=bool(spec.partition_by)
+        )
         self._stopped: str | None = None
         self._fleet: RayFleet | None = None
         workers = spec.engine.workers or default_workers(spec.engine.device)

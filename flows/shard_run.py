@@ -22,25 +22,27 @@ class ShardRun:
         num_rows: its rows, those of earlier runs included.
         est_tokens: what the plan thought it would take.
         prompt_tokens: of all its rows.
-        completion_tokens: of all its rows.
+        completion_tokens: of all its rows; None: they are encoded, and have none.
         workers: who computed it.
         queued_s: seconds from its submission until its rows were first read.
         run_s: seconds from there to its commit.
+        num_partitions: that it has whole; None: the job has no partitions.
     """
 
     index: int
     num_rows: int
     est_tokens: int
     prompt_tokens: int
-    completion_tokens: int
+    completion_tokens: int | None
     workers: tuple[str, ...]
     queued_s: float
     run_s: float
+    num_partitions: int | None = None
 
     @property
     def num_tokens(self) -> int:
         """Of prompts and completions."""
-        return self.prompt_tokens + self.completion_tokens
+        return self.prompt_tokens + (self.completion_tokens or 0)
 
 
 @dataclass(slots=True)
@@ -59,10 +61,16 @@ class ShardRuns:
 
     Args:
         clock: seconds, monotonic.
+        encodes: the rows have no completions.
+        partitioned: a shard is made of whole partitions, each with a file.
     """
 
-    def __init__(self, *, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, *, clock: Callable[[], float], encodes: bool = False, partitioned: bool = False
+    ) -> None:
         self._clock = clock
+        self._encodes = encodes
+        self._partitioned = partitioned
         self._times: dict[int, _Times] = {}
         self._lock = threading.Lock()
 
@@ -100,8 +108,9 @@ class ShardRuns:
             num_rows=summary.num_rows,
             est_tokens=times.est_tokens,
             prompt_tokens=summary.prompt_tokens,
-            completion_tokens=summary.completion_tokens,
+            completion_tokens=None if self._encodes else summary.completion_tokens,
             workers=times.workers or (LOCAL_WORKER,),
             queued_s=started_s - times.submitted_s,
             run_s=times.ended_s - started_s,
+            num_partitions=summary.num_files if self._partitioned else None,
         )

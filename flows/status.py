@@ -37,8 +37,11 @@ def status_lines(status: JobStatus) -> Iterator[tuple[str, str]]:
         yield f"status {kind}", str(count)
     for reason, count in ordered(status.by_finish_reason):
         yield f"finish {reason}", str(count)
-    yield "prompt tokens", f"{status.prompt_tokens:,}"
-    yield "completion tokens", f"{status.completion_tokens:,}"
+    if status.encodes:
+        yield "text tokens", f"{status.prompt_tokens:,}"
+    else:
+        yield "prompt tokens", f"{status.prompt_tokens:,}"
+        yield "completion tokens", f"{status.completion_tokens:,}"
     yield "running", _running(status)
 
 

@@ -49,6 +49,11 @@ class JobSummary:
     rows_per_s: float | None = None
 
     @property
+    def generates(self) -> bool:
+        """The rows have completions."""
+        return self.rows_per_s is None
+
+    @property
     def num_done(self) -> int:
         return sum(self.by_status.values())
 

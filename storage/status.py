@@ -58,6 +58,11 @@ class JobStatus:
         return self.committed_rows + self.checkpointed_rows
 
     @property
+    def encodes(self) -> bool:
+        """The rows are embedded, classified or scored: they have no completions."""
+        return self.spec.get("task", "generate") != "generate"
+
+    @property
     def complete(self) -> bool:
         return self.done_shards == self.total_shards
 

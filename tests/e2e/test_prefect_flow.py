@@ -236,6 +236,44 @@ def test_real_job_runs_as_a_flow(tiny_model: Path, tmp_path: Path) -> None:
     assert sum(row["rows"] for row in json.loads(shown["shards"].data)) == 6
 
 
+def test_embedding_job_runs_as_a_flow(tmp_path: Path) -> None:
+    from flows.prefect_flow import make_flow
+    from flows.runner import JobRunner
+    from tests.e2e.cases import write_table
+    from tests.e2e.jobs import fake_encoder_model
+
+    sizes = [1, 7, 2, 30, 4, 4, 12, 1, 9, 3, 25, 2]
+    keys = [f"p{index:02d}" for index, size in enumerate(sizes) for _ in range(size)]
+    texts = [" ".join(["word"] * (1 + n % 9)) for n in range(len(keys))]
+    source = write_table(tmp_path / "in.parquet", key=keys, text=texts)
+    spec = job(
+        input=str(source), task="embed", prompt={"column": "text"}, partition_by=["key"],
+        encode={"min_texts": 10, "max_texts": 20}, output=str(tmp_path / "out"),
+    )  # fmt: skip
+
+    def make_runner(spec: Any, progress: Any) -> JobRunner:
+        return JobRunner(spec, model=fake_encoder_model(token_s=0.0002), progress=progress)
+
+    state = make_flow(make_runner)(spec, return_state=True)
+    assert state.message == "100 ok of 100 rows"
+    flow_run_id = state.state_details.flow_run_id
+    shown = artifacts(flow_run_id)
+    table = json.loads(shown["shards"].data)
+    assert sum(row["rows"] for row in table) == 100
+    assert sum(row["partitions"] for row in table) == len(sizes)
+    assert sum(row["text tokens"] for row in table) == sum(1 + n % 9 for n in range(100))
+    found = task_runs(flow_run_id, len(table))
+    assert len(found) == len(table) > 3
+    assert "30 rows of 1 partition, " in " ".join(item.name for item in found)
+    said = " ".join([*(item.state.message for item in found), shown["summary"].data])
+    assert " text tokens on worker-0; waited" in said
+    assert "completion" not in said and "Prefill" not in said
+    assert "## Superbatches" in shown["summary"].data
+    assert f"12 partitions in {len(table)} superbatches" in shown["summary"].data
+    assert "rows/s" in shown["progress"].description
+    assert str(tmp_path / "out" / "report.html") in shown["report"].data
+
+
 def test_spec_is_the_form() -> None:
     from prefect.utilities.callables import parameter_schema
 

@@ -18,8 +18,8 @@ from workers.loading.files import resolve_model
 
 pytestmark = pytest.mark.e2e
 __all__ = ["flows"]
-FILLED = set(PARTS) - {"device_s"}
-"""On a CPU."""
+FILLED = set(PARTS) - {"device_s", "encoder_s"}
+"""Of an engine on a CPU."""
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from flows.report import write_report
+from tests.report_encode_jobs import EncodeJob, write_encoded
 from tests.report_jobs import shifted_job
 
 pytestmark = pytest.mark.e2e
@@ -62,6 +63,17 @@ def test_the_page_is_without_errors_and_marks_each_switch(page: Path) -> None:
             assert f'<g id="{figure}-mark-{number}">' in done.stdout
         assert f'<tr id="switch-{number}">' in done.stdout
     assert "mark-3" not in done.stdout
+
+
+def test_the_page_of_an_encoding_job_is_without_errors(tmp_path: Path) -> None:
+    page = Path(write_report(str(write_encoded(tmp_path / "job", EncodeJob()))))
+    done = browse(page, "--dump-dom")
+    assert [line for line in done.stderr.splitlines() if CONSOLE in line] == []
+    figures = ("Texts and tokens encoded over time", "Texts of encode calls over time, and seconds")
+    for label in figures:
+        assert f'aria-label="{label}' in done.stdout
+    assert 'id="superbatches"' in done.stdout
+    assert 'id="crossover"' not in done.stdout
 
 
 def test_the_page_is_not_blank(page: Path, tmp_path: Path) -> None:

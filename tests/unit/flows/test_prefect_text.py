@@ -21,6 +21,9 @@ SUMMARY = JobSummary(
     completion_tokens=40, elapsed_s=2.0, tokens_per_s=20.0, output="out/x", complete=True,
 )  # fmt: skip
 
+ENCODED = replace(RUN, prompt_tokens=20_322, completion_tokens=None, num_partitions=12)
+"""A superbatch."""
+
 
 def shard(index: int) -> Shard:
     return Shard(index, (Span(0, 0, 0, 1000, 0),), 250_000)
@@ -44,6 +47,46 @@ def test_task_run_of_several_shards_says_so() -> None:
     assert text.done_label([RUN, later]) == (
         "shards 00007-00008 (2 shards, 2,000 rows, 502,644 tokens, worker-0, worker-1, 14.6 s)"
     )
+
+
+def test_a_superbatch_has_partitions_and_no_completions() -> None:
+    assert text.done_label([ENCODED]) == (
+        "shard-00007 (1,000 rows of 12 partitions, 20,322 tokens, worker-0, 12.3 s)"
+    )
+    assert text.done_message([ENCODED]) == (
+        "1,000 rows of 12 partitions, 20,322 text tokens on worker-0; waited 0.4 s, ran 12.3 s"
+    )
+    single = replace(ENCODED, index=8, num_partitions=1)
+    assert text.done_message([ENCODED, single]) == (
+        "2 shards, 2,000 rows of 13 partitions, 40,644 text tokens on worker-0; "
+        "waited 0.4 s, ran 12.3 s"
+    )
+    unpartitioned = replace(ENCODED, num_partitions=None)
+    assert text.done_message([unpartitioned]).startswith("1,000 rows, 20,322 text tokens on")
+    assert text.shard_table([ENCODED]) == [
+        {
+            "shard": "shard-00007", "rows": 1000, "partitions": 12, "text tokens": 20_322,
+            "worker": "worker-0", "waited, s": 0.4, "ran, s": 12.3,
+        }
+    ]  # fmt: skip
+    assert text.shard_table([unpartitioned])[0].keys().isdisjoint({"partitions", "prompt tokens"})
+
+
+def test_events_tell_what_a_shard_has() -> None:
+    generated, encoded = text.event_payload(RUN), text.event_payload(ENCODED)
+    assert generated.keys() ^ encoded.keys() == {"completion_tokens", "num_partitions"}
+    assert (generated["completion_tokens"], encoded["num_partitions"]) == (51_322, 12)
+    summary = replace(SUMMARY, rows_per_s=12.34567, completion_tokens=0)
+    assert text.job_payload(SUMMARY)["completion_tokens"] == 40
+    assert "completion_tokens" not in text.job_payload(summary)
+    assert text.job_payload(summary)["rows_per_s"] == 12.346
+
+
+def test_page_of_an_encoding_job_is_about_superbatches() -> None:
+    page = text.summary_page(replace(SUMMARY, rows_per_s=5.0), "10 ok", "It pays.")
+    assert page.endswith("## Superbatches\n\nIt pays.")
+    assert "completion" not in page and "Prefill" not in page
+    assert "| text tokens | 70 |" in page
 
 
 def test_shards_that_do_not_follow_each_other_are_no_range() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from flows.shard_run import ShardRuns
@@ -40,6 +42,16 @@ def test_times_are_from_submission_to_first_row_to_commit() -> None:
     assert (run.queued_s, run.run_s) == (2.0, 5.0)
     assert (run.num_rows, run.est_tokens, run.num_tokens) == (10, 120, 110)
     assert run.workers == ("worker-0",)
+
+
+def test_a_superbatch_has_partitions_and_no_completions() -> None:
+    runs = ShardRuns(clock=Clock(), encodes=True, partitioned=True)
+    runs.submitted(shard())
+    run = runs.of(replace(summary(), completion_tokens=0, num_files=4))
+    assert (run.completion_tokens, run.num_partitions, run.num_tokens) == (None, 4, 70)
+    plain = ShardRuns(clock=Clock())
+    plain.submitted(shard())
+    assert plain.of(summary()).num_partitions is None
 
 
 def test_a_shard_is_over_when_it_is_asked_for_at_the_latest() -> None:
