@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import NamedTuple
 
@@ -65,7 +65,7 @@ def plan_new_job(
     record = replace(
         _record(job, model, identity, shards),
         grouped=grouped.rewritten,
-        max_texts=plan.choice.thresholds.max_texts,
+        **asdict(plan.choice.thresholds),
     )
     return PlannedJob(record, plan.planned.partitions, grouped.dataset)
 
@@ -82,7 +82,7 @@ def _unpartitioned(
         return record
     sizes = SizeStats.of(shard.num_rows for shard in shards)
     choice = choose_for(job, model, job.dataset, sizes, cost)
-    return replace(record, max_texts=choice.thresholds.max_texts)
+    return replace(record, **asdict(choice.thresholds))
 
 
 def cut_superbatches(

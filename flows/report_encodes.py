@@ -26,8 +26,7 @@ class EncodeFacts:
         num_shards: superbatches; without partitions, shards.
         num_calls: K of the plan, slices included. A run that was killed makes more.
         num_slices: of these, calls of shards that are more than one call.
-        min_texts: B_min; None: the plan does not tell it.
-        min_is_given: by the user. Else it is the most that the plan leaves possible.
+        min_texts: B_min.
         max_texts: B_max.
         fit: of the measured calls; None: there is none.
         stats: of the partitions' sizes; None without partitions.
@@ -38,8 +37,7 @@ class EncodeFacts:
     num_shards: int
     num_calls: int
     num_slices: int
-    min_texts: int | None
-    min_is_given: bool
+    min_texts: int
     max_texts: int
     fit: EncodeFit | None
     stats: SizeStats | None = None
@@ -58,42 +56,23 @@ def encode_facts(record: JobRecord, store: ObjectStore, telemetry: Telemetry) ->
     max_texts = record.max_texts or int(shard_rows.max(initial=1))
     calls = np.maximum(1, -(-shard_rows // max_texts))
     fit = fit_encode(EncodeSample(*call) for call in telemetry.encode_samples())
-    given = (record.spec.get("encode") or {}).get("min_texts")
     facts = EncodeFacts(
         num_shards=len(shard_rows),
         num_calls=int(calls.sum()),
         num_slices=int(calls[calls > 1].sum()),
-        min_texts=given,
-        min_is_given=given is not None,
+        min_texts=record.min_texts or max_texts,
         max_texts=max_texts,
         fit=fit,
     )
     if not record.columns.partition_by:
         return facts
-    return _of_partitions(facts, PartitionPlan.read(store), shard_rows)
+    return _of_partitions(facts, PartitionPlan.read(store))
 
 
-def _of_partitions(facts: EncodeFacts, plan: PartitionPlan, shard_rows: np.ndarray) -> EncodeFacts:
+def _of_partitions(facts: EncodeFacts, plan: PartitionPlan) -> EncodeFacts:
     stats = SizeStats.of(plan.num_rows.tolist())
-    min_texts = facts.min_texts
-    if min_texts is None:
-        min_texts = most_min_texts(plan, shard_rows, facts.max_texts)
-    thresholds = Thresholds(min(min_texts or facts.max_texts, facts.max_texts), facts.max_texts)
     fit, advice = facts.fit, None
     if fit is not None and fit.is_identified:
+        thresholds = Thresholds(facts.min_texts, facts.max_texts)
         advice = advise(fit.cost, stats, thresholds, num_calls=facts.num_calls)
-    return replace(facts, stats=stats, min_texts=min_texts, advice=advice)
-
-
-def most_min_texts(plan: PartitionPlan, shard_rows: np.ndarray, max_texts: int) -> int | None:
-    """The largest lower threshold that gives this plan: the fewest texts of a superbatch that was
-    closed though the next partition would have fitted; None where there is no such one.
-
-    Args:
-        plan: of the partitions.
-        shard_rows: [S] int64, texts of each superbatch.
-        max_texts: the upper threshold.
-    """
-    next_partition = plan.num_rows[np.searchsorted(plan.shards, np.arange(1, len(shard_rows)))]
-    closed = shard_rows[:-1][shard_rows[:-1] + next_partition <= max_texts]
-    return int(closed.min()) if len(closed) else None
+    return replace(facts, stats=stats, advice=advice)

@@ -233,10 +233,9 @@ def _texts_of_calls(axes: Axes, calls: Columns, facts: EncodeFacts) -> None:
         Line2D([], [], color=LINE, marker="o", linestyle="", label="encode call"),
         Line2D([], [], color=SECOND, linestyle="--", label=f"upper threshold, {facts.max_texts:,}"),
     ]
-    if facts.min_texts is not None:
+    if facts.stats is not None:
         axes.axhline(facts.min_texts, color=THIRD, linestyle=":")
-        less = "" if facts.min_is_given else " or less"
-        name = f"lower threshold, {facts.min_texts:,}{less}"
+        name = f"lower threshold, {facts.min_texts:,}"
         handles.append(Line2D([], [], color=THIRD, linestyle=":", label=name))
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))

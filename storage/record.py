@@ -29,6 +29,7 @@ class JobRecord:
         columns: optional columns of the results.
         shards: the plan. It stays, whatever a later run says about shard sizes (C10).
         grouped: the shards are of the input as it was grouped by its keys (`grouping.py`).
+        min_texts: rows that close a superbatch, where rows are encoded; 0: not said.
         max_texts: most rows that are encoded at a time, where rows are encoded; 0: not said.
     """
 
@@ -40,6 +41,7 @@ class JobRecord:
     columns: ResultColumns
     shards: tuple[Shard, ...]
     grouped: bool = False
+    min_texts: int = 0
     max_texts: int = 0
 
     @property
@@ -60,7 +62,7 @@ class JobRecord:
         if self.grouped:
             plain["grouped"] = True
         if self.max_texts:
-            plain["max_texts"] = self.max_texts
+            plain |= {"min_texts": self.min_texts, "max_texts": self.max_texts}
         return orjson.dumps(plain, option=orjson.OPT_INDENT_2)
 
     @classmethod
@@ -86,6 +88,7 @@ class JobRecord:
                 columns=_columns_from_json(raw["columns"]),
                 shards=tuple(Shard.from_json(item) for item in raw["shards"]),
                 grouped=raw.get("grouped", False),
+                min_texts=raw.get("min_texts", 0),
                 max_texts=raw.get("max_texts", 0),
             )
         except (KeyError, TypeError, ValueError) as fault:

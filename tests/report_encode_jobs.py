@@ -5,7 +5,7 @@ which a call costs what the test says.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,6 @@ class EncodeJob:
         call_s: c of the machine.
         text_s: t of the machine.
         partitioned: else the rows are one shard, encoded in slices.
-        given: the user gave the lower threshold.
         num_done: shards that are committed and have telemetry; None: all.
         key: begins the partitions' keys.
     """
@@ -52,16 +51,14 @@ class EncodeJob:
     call_s: float = 0.05
     text_s: float = 0.001
     partitioned: bool = True
-    given: bool = False
     num_done: int | None = None
     key: str = "p"
 
     def spec(self) -> dict[str, Any]:
-        min_texts = self.thresholds.min_texts if self.given else None
         return {
             "input": "in.parquet", "model": "org/encoder", "task": "embed",
             "partition_by": ["key"] if self.partitioned else [], "engine": {"policy": "hybrid"},
-            "encode": {"min_texts": min_texts, "max_texts": None},
+            "encode": {"min_texts": None, "max_texts": None},
         }  # fmt: skip
 
 
@@ -102,7 +99,7 @@ def _record(job: EncodeJob, shards: tuple[Shard, ...], keys: tuple[str, ...]) ->
     return JobRecord(
         job_id="job-1", created="2026-12-01T00:00:00+00:00", spec=job.spec(), generation={},
         output={}, columns=ResultColumns(vector=VECTORS, partition_by=keys), shards=shards,
-        max_texts=job.thresholds.max_texts,
+        **asdict(job.thresholds),
     )  # fmt: skip
 
 
