@@ -183,14 +183,16 @@ class EncodeWorker:
             self._watchdog.stop()
 
     def _feed(self) -> None:
-        """Tokenise ahead, a superbatch or a slice at a time."""
+        """Tokenise ahead, a superbatch or a slice at a time. A part is taken when there is room for
+        it, so that until then it can be given away.
+        """
         try:
+            self._wait_for_room()
             while (part := self._parts.take()) is not None:
                 for start, stop in slices(part.num_rows, self._max_texts):
                     piece = part._replace(ordinals=part.ordinals[start:stop])
-                    self._wait_for_room()
                     self._prepared.put([self._make_texts(piece)])
-            self._wait_for_room()
+                    self._wait_for_room()
             self._prepared.put([None])
         except Stopped:
             return
