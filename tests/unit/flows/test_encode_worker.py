@@ -51,7 +51,13 @@ class Lone:
     """A worker and all that it has said."""
 
     def __init__(
-        self, folder: Path, fake: Model, *, max_texts: int = 100, reports: bool = False, **fields: Any
+        self,
+        folder: Path,
+        fake: Model,
+        *,
+        max_texts: int = 100,
+        reports: bool = False,
+        **fields: Any,
     ) -> None:
         source = folder / "in.parquet"
         pq.write_table(pa.table({"text": [text_of(row) for row in range(NUM_ROWS)]}), source)
@@ -191,7 +197,9 @@ def test_a_worker_that_is_stopped_before_its_first_part_tells_nothing(tmp_path: 
 
 
 def test_a_device_that_fails_is_told_and_its_call_is_not(tmp_path: Path) -> None:
-    lone = Lone(tmp_path, fake_encoder_model(faults=FakeEncodeFaults(fail_at_call=3)), max_texts=100)
+    lone = Lone(
+        tmp_path, fake_encoder_model(faults=FakeEncodeFaults(fail_at_call=3)), max_texts=100
+    )
     lone.assign(range(5))
     lone.assign(range(5, NUM_ROWS))
     lone.run()

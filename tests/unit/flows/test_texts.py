@@ -48,9 +48,7 @@ class Pairs(WordTokenizer):
     """Two characters a token, from the left: what follows a text of odd length joins its last."""
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        return [
-            [hash_pair(text[n : n + 2]) for n in range(0, len(text), 2)] for text in texts
-        ]
+        return [[hash_pair(text[n : n + 2]) for n in range(0, len(text), 2)] for text in texts]
 
 
 class Chat(Pairs):
@@ -134,9 +132,7 @@ TEXT = st.one_of(
     max_len=st.integers(3, 10),
 )
 def test_rows_become_what_each_would_by_itself(values, on_too_long, rows_a_batch, max_len) -> None:
-    texts = make(
-        values, on_too_long=on_too_long, rows_a_batch=rows_a_batch, max_len=max_len
-    )
+    texts = make(values, on_too_long=on_too_long, rows_a_batch=rows_a_batch, max_len=max_len)
     faults = [fault_of(value, on_too_long, max_len) for value in values]
     found = {n: (fault.status, fault.error.type) for n, fault in texts.faults.items()}
     assert found == {n: fault for n, fault in enumerate(faults) if fault}

@@ -81,7 +81,9 @@ def test_embeddings_stand_at_their_rows(faults, bad) -> None:
     rows_bad = {int(texts.where[n]): RowFault("error", FAULTS[fault]) for n, fault in bad.items()}
     all_faults = {**texts.faults, **rows_bad}
     rows = checked(block_table(kind_of("embed"), texts, encoded), texts, all_faults)
-    given_ = {int(n): vector.tolist() for n, vector in zip(texts.where, encoded.vectors, strict=True)}
+    given_ = {
+        int(n): vector.tolist() for n, vector in zip(texts.where, encoded.vectors, strict=True)
+    }
     for n, row in enumerate(rows):
         assert row["embedding"] == (None if n in all_faults else given_[n])
 
