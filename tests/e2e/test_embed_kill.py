@@ -1,8 +1,8 @@
 """Embedding jobs that are killed, at any moment, again and again, end as one that was left alone.
 
-The bound on texts: one pass, plus per kill and worker what can be encoded and not yet committed: the
-call under way, and three whose block waits for the coordinator, waits for the collector or is being
-written (`flows.superbatches.QUEUE_DEPTH`, less the call that is only tokenised).
+The bound on texts: one pass, plus per kill and worker what can be encoded and not yet committed:
+the call under way, and three whose block waits for the coordinator, waits for the collector or is
+being written (`flows.superbatches.QUEUE_DEPTH`, less the call that is only tokenised).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A worker of encode calls, by itself: what it tells, in which order, and what when it is stopped."""
+"""A worker of encode calls, by itself: what it tells, in which order, and when it is stopped."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_each_part_is_a_call_and_a_block(tmp_path: Path, reports: bool) -> None:
     assert isinstance(lone.said[-1], Ended)
 
 
-@pytest.mark.parametrize("max_texts, sizes", [(10, [8, 9, 8]), (25, [25]), (12, [8, 8, 9])])
+@pytest.mark.parametrize(("max_texts", "sizes"), [(10, [8, 9, 8]), (25, [25]), (12, [8, 8, 9])])
 def test_a_part_above_the_threshold_is_encoded_in_slices(
     tmp_path: Path, max_texts: int, sizes: list[int]
 ) -> None:

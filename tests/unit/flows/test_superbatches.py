@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def test_calls_that_are_predicted_for_given_thresholds_are_those_of_them() -> No
     assert choice.call_share == pytest.approx(5 / (5 + 10_000 * 2e-4), rel=0.05)
 
 
-@pytest.mark.parametrize("least, most", [(None, 7), (7, None), (5, 9)])
+@pytest.mark.parametrize(("least", "most"), [(None, 7), (7, None), (5, 9)])
 def test_of_one_given_threshold_the_other_follows(least, most) -> None:
     found = chosen([3] * 100, min_texts=least, max_texts=most).thresholds
     assert 1 <= found.min_texts <= found.max_texts
@@ -151,7 +152,7 @@ def test_shards_are_whole_partitions_as_the_thresholds_say(tmp_path: Path, seed:
         for s in shards
     ]
     ends = np.cumsum([0, *(sum(sizes[n] for n in members) for members in wanted)])
-    assert with_rows == [list(range(a, b)) for a, b in zip(ends, ends[1:], strict=False)]
+    assert with_rows == [list(range(a, b)) for a, b in pairwise(ends)]
     calls = sum(-(-sum(sizes[n] for n in m) // thresholds.max_texts) for m in wanted)
     assert plan.num_calls == calls == count_calls(sizes, thresholds)
     assert (plan.stats.count, plan.stats.total) == (90, sum(sizes))
