@@ -49,18 +49,29 @@ def sentence_config(files: ModelFiles, spec: JobSpec) -> SentenceConfig:
     """How a text becomes an embedding: as the model's files say, where the job says nothing.
 
     Raises:
-        ModelError: the files are damaged, or there is no prompt of the name.
+        ModelError: the files are damaged, there is no prompt of the name, or the model's projection
+            takes what another pooling gives.
     """
     found = read_sentence_config(files, is_decoder=is_decoder(files.config))
     encode = spec.encode
     if encode.pooling is not None:
         found = replace(found, pooling=(_POOLINGS[encode.pooling],))
+        _check_projection(files, found)
     if encode.normalize is not None:
         found = replace(found, normalize=encode.normalize)
     if encode.prompt_name is not None:
         found = replace(found, default_prompt=encode.prompt_name)
     found.prompt()
     return found
+
+
+def _check_projection(files: ModelFiles, sentence: SentenceConfig) -> None:
+    """Of a model that puts several poolings side by side, none fits by itself."""
+    if sentence.dense and sentence.dense[0].num_inputs != _hidden_size(files):
+        raise ModelError(
+            f"{files.name} projects {sentence.dense[0].num_inputs} numbers, and one pooling gives "
+            f"{_hidden_size(files)}; leave --pooling out"
+        )
 
 
 def load_encoder(files: ModelFiles, spec: JobSpec) -> Callable[[], EncodeBackend]:

@@ -93,9 +93,9 @@ def cut_superbatches(
     token_cost: TokenCost,
 ) -> SuperbatchPlan:
     """The superbatches of a grouped input."""
-    encode_cost = known_cost(job, model, token_cost, dataset)
+    encode_cost = known_cost(job, model, token_cost, job.dataset)
     stats = SizeStats.of(found.num_rows.tolist())
-    choice = choose_for(job, model, dataset, stats, token_cost)
+    choice = choose_for(job, model, job.dataset, stats, token_cost)
     return plan_superbatches(dataset, found, choice, encode_cost, token_cost)
 
 

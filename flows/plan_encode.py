@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from flows.survey import Survey, survey
 from schedulers.advice import Advice, Choice, advise
 from schedulers.encode_cost import EncodeCost, predicted_s
 from schedulers.sizes import SizeStats
-from schedulers.superbatch import call_bound, count_calls
+from schedulers.superbatch import Thresholds, call_bound, count_calls, num_slices
 
 if TYPE_CHECKING:
     from flows.spec_model import JobSpec
@@ -77,7 +77,7 @@ def plan_encoding(spec: JobSpec) -> EncodePlan:
         sizes = [shard.num_rows for shard in shards]
     stats = SizeStats.of(sizes)
     choice = choose_for(job, model, job.dataset, stats, tokens)
-    num_calls = count_calls(sizes, choice.thresholds)
+    num_calls = _num_calls(sizes, choice.thresholds, partitioned=bool(spec.partition_by))
     cost = known_cost(job, model, tokens, job.dataset)
     return EncodePlan(
         num_rows=num_rows,
@@ -94,6 +94,13 @@ def plan_encoding(spec: JobSpec) -> EncodePlan:
         if spec.partition_by
         else None,
     )
+
+
+def _num_calls(sizes: Sequence[int], thresholds: Thresholds, *, partitioned: bool) -> int:
+    """Partitions are gathered; shards of a job without any are encoded one by one, in slices."""
+    if partitioned:
+        return count_calls(sizes, thresholds)
+    return sum(num_slices(size, thresholds.max_texts) for size in sizes)
 
 
 def _width(model: Model) -> int:
@@ -146,6 +153,9 @@ def _partition_lines(plan: EncodePlan, advice: Advice) -> Iterator[tuple[str, st
 
 def _calls(plan: EncodePlan) -> str:
     thresholds = plan.choice.thresholds
+    if not plan.partitioned:
+        most = min(thresholds.max_texts, plan.stats.largest)
+        return f"{plan.num_calls:,} of at most {most:,} texts"
     most = call_bound(thresholds, plan.stats.largest)
     why = " ".join(plan.choice.reasons)
     return (

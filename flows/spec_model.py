@@ -455,6 +455,8 @@ def _choice_contradictions(spec: JobSpec) -> Iterator[str]:
         yield f"choices are for the task classify, not for {spec.task}"
     if len(choices) == 1:
         yield f"choices has only {choices[0]!r}; give at least two"
+    if not all(map(str.strip, choices)):
+        yield "choices has a blank one, which a model cannot write; leave it out"
     if len(set(choices)) < len(choices):
         yield f"choices names one twice: {', '.join(choices)}; name it once"
     if spec.task == "classify" and not choices and spec.model == "smollm2":

@@ -10,10 +10,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from schedulers.advice import Advice, Choice, advise, choose_thresholds
-from schedulers.encode_cost import EncodeCost
+from schedulers.encode_cost import EncodeCost, predicted_s
 from schedulers.memory import MemoryPlan
-from schedulers.sizes import SizeStats
-from schedulers.superbatch import Superbatch, Thresholds, count_calls, form_superbatches
+from schedulers.sizes import SizeStats, expected_calls
+from schedulers.superbatch import (
+    Superbatch,
+    Thresholds,
+    count_calls,
+    form_superbatches,
+    resident_bound,
+)
 from storage.partitions import FoundPartitions, Planned, plan_partitions
 from storage.shards import TokenCost
 from storage.source import Dataset
@@ -118,8 +124,21 @@ def choose(
         return found
     min_texts = encode.min_texts or min(found.thresholds.min_texts, encode.max_texts or 1)
     max_texts = encode.max_texts or max(found.thresholds.max_texts, min_texts)
-    given = Thresholds(min_texts, max_texts)
-    return found._replace(thresholds=given, reasons=("The thresholds are given.",))
+    return _given(Thresholds(min_texts, max_texts), stats, cost)
+
+
+def _given(thresholds: Thresholds, stats: SizeStats, cost: EncodeCost) -> Choice:
+    """What follows from thresholds that the user gives."""
+    num_calls = expected_calls(stats, thresholds)
+    calls_s = num_calls * cost.call_s
+    all_s = predicted_s(cost, stats.total, num_calls, num_partitions=stats.count)
+    return Choice(
+        thresholds,
+        num_calls,
+        calls_s / all_s if all_s else 0.0,
+        resident_bound(thresholds, stats.largest, QUEUE_DEPTH),
+        ("The thresholds are given.",),
+    )
 
 
 def plan_superbatches(

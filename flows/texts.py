@@ -119,7 +119,8 @@ class TextMaker:
         self._renderer = renderer
         self._tokenizer = tokenizer
         self._prefix = model.text_prefix
-        self._num_prefix = 0 if model.pools_prefix else self._count_prefix()
+        self._num_before, self._num_around = self._count_around()
+        self._num_prefix = 0 if model.pools_prefix else self._num_before
         self._max_len = max_len
         self._on_too_long = spec.on_too_long or "error"
         self._choices = spec.encode.choices
@@ -191,7 +192,7 @@ class TextMaker:
                     continue
                 ids = cut
                 made.truncated.append(position)
-            if not ids:
+            if len(ids) <= self._num_prefix:
                 made.faults[position] = RowFault("error", NO_TOKENS)
                 continue
             made.where.append(position)
@@ -201,15 +202,20 @@ class TextMaker:
         counts = bool(self._choices or self._num_prefix)
         made.packed.append(PackedTexts.from_lists(lists, first=first if counts else None))
 
-    def _count_prefix(self) -> int:
-        """Tokens of the prefix, with the special ones before it."""
-        with_special, plain = (
-            self._tokenizer.encode_batch([self._prefix], add_special_tokens=special)[0]
-            for special in (True, False)
-        )
-        starts = range(len(with_special) - len(plain) + 1)
-        before = next((n for n in starts if with_special[n : n + len(plain)] == plain), 0)
-        return before + len(plain)
+    def _count_around(self) -> tuple[int, int]:
+        """Tokens of the model's own prompt and the special ones: those before a text, and all."""
+        if not self._prefix:
+            return 0, len(self._special(""))
+        (plain,) = self._tokenizer.encode_batch([self._prefix], add_special_tokens=False)
+        around = self._special(self._prefix)
+        starts = range(len(around) - len(plain) + 1)
+        before = next((n for n in starts if around[n : n + len(plain)] == plain), 0)
+        return before + len(plain), len(around)
+
+    def _special(self, text: str) -> list[int]:
+        special = self._renderer.add_special_tokens
+        (ids,) = self._tokenizer.encode_batch([text], add_special_tokens=special)
+        return ids
 
     def _behind(self, texts: list[str], encoded: list[list[int]]) -> list[list[list[int]]]:
         """Token ids of each choice behind each text: what the text with it has beyond the text's
@@ -245,5 +251,9 @@ class TextMaker:
             return shorten_prompt(
                 self._renderer, self._tokenizer, prompt, ids, limit=room, side=side
             )
+        if room <= self._num_around:
+            return RowError("prompt_too_long", f"{room} tokens leave no room for the text")
+        if self._prefix and side == "left":  # the model's own prompt stays
+            return ids[: self._num_before] + ids[self._num_before + len(ids) - room :]
         cut, _ = self._tokenizer.truncate(PackedTexts.from_lists([ids]), room, side=side)
         return cut.token_ids_T.tolist()

@@ -183,7 +183,9 @@ class EncodeWorker:
             self._watchdog.stop()
 
     def _feed(self) -> None:
-        """Tokenise ahead, a superbatch or a slice at a time."""
+        """Tokenise ahead, a superbatch or a slice at a time. A part is taken when there is room for
+        it, so that until then it can be given away.
+        """
         try:
             while True:
                 self._wait_for_room()

@@ -2,8 +2,8 @@
 be killed.
 
 As a program (`python -m tests.e2e.jobs JOB.json`) it runs one job the way `flows run` does, with a
-chosen model, and appends the tokens of every computed batch to a log, so that a test can add up
-what all the killed runs together have computed.
+chosen model, and appends the tokens of every computed batch (of encoding jobs: its texts) to a log,
+so that a test can add up what all the killed runs together have computed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -156,8 +157,9 @@ class Behaviour:
     Attributes:
         delay_s: seconds of every step.
         token_s: seconds of every token of a step.
-        killers: ids of rows whose computation ends the process with SIGKILL.
-        log: file that every batch is counted in.
+        killers: ids of rows whose computation ends the process with SIGKILL; of encoding jobs,
+            words in their text.
+        log: file that every batch is counted in: its tokens; of encoding jobs, its texts.
         mean_output_tokens: of the answers.
     """
 
@@ -177,7 +179,7 @@ def worker_model(spec: Any) -> Model:
     log = None if behaviour.log is None else TokenLog(Path(behaviour.log))
     killers = frozenset(behaviour.killers)
     if spec.task != "generate":
-        return fake_encoder_model(task=spec.task, token_s=behaviour.token_s)
+        return worker_encoder_model(spec.task, behaviour, log)
 
     def on_execute(batch: Batch) -> None:
         if killers and any(item.seq.request.request_id in killers for item in batch.segments):
@@ -189,6 +191,21 @@ def worker_model(spec: Any) -> Model:
     return fake_model(on_execute=on_execute, mean_output_tokens=behaviour.mean_output_tokens)
 
 
+def worker_encoder_model(task: str, behaviour: Behaviour, log: TokenLog | None) -> Model:
+    """The same for encoding jobs."""
+    words = WordTokenizer().encode_batch(behaviour.killers, add_special_tokens=False)
+    killers = [token for ids in words for token in ids]
+
+    def on_execute(texts: PackedTexts) -> None:
+        if killers and np.isin(texts.token_ids_T, killers).any():
+            os.kill(os.getpid(), signal.SIGKILL)
+        if log is not None:
+            log.add(len(texts))
+        time.sleep(behaviour.delay_s)
+
+    return fake_encoder_model(task=task, token_s=behaviour.token_s, on_execute=on_execute)
+
+
 @dataclass
 class TokenLog:
     """Appends the size of every batch to a file, in a way that survives SIGKILL."""
@@ -197,8 +214,11 @@ class TokenLog:
     delay_s: float = 0.0
 
     def __call__(self, batch: Batch) -> None:
+        self.add(batch.num_tokens)
+
+    def add(self, count: int) -> None:
         with open(self.path, "ab", buffering=0) as file:
-            file.write(f"{batch.num_tokens}\n".encode())
+            file.write(f"{count}\n".encode())
         if self.delay_s:
             time.sleep(self.delay_s)
 
@@ -240,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run_worker_flow(spec)
         return run_job(spec, find_model=find_model).exit_code(spec.max_error_rate)
     log = TokenLog(arguments.log, arguments.delay_s)
-    model = counted_real_model(spec, log) if arguments.real else fake_model(on_execute=log)
+    model = counted_real_model(spec, log) if arguments.real else counted_fake_model(spec, log)
     if arguments.calls is not None:
         list_calls(arguments.calls)
     if arguments.flow:
@@ -296,6 +316,13 @@ def list_calls(place: Path) -> None:
     for kind in (httpx.Client, httpx.AsyncClient):
         setattr(kind, "send", listed(kind.send))  # noqa: B010 - the type checker knows better
     atexit.register(lambda: place.write_text("\n".join(calls)))
+
+
+def counted_fake_model(spec: Any, log: TokenLog) -> Model:
+    """The fake model of the job's task, with every batch logged; of encoding jobs, its texts."""
+    if spec.task == "generate":
+        return fake_model(on_execute=log)
+    return fake_encoder_model(task=spec.task, on_execute=lambda texts: log.add(len(texts)))
 
 
 def counted_real_model(spec: Any, log: TokenLog) -> Model:

@@ -126,6 +126,100 @@ def test_c31_contradiction_is_refused_with_the_way_out(flat: dict[str, Any], mes
         build(BASE, flat)
 
 
+ENCODING: list[tuple[dict[str, Any], str]] = [
+    ({"partition_by": ["a"]}, "partition_by is for the tasks embed, classify and score"),
+    ({"encode": {"min_texts": 5}}, "encode.min_texts is for the tasks embed"),
+    ({"encode": {"choices": ["a", "b"]}}, "encode.choices is for the tasks embed"),
+    ({"encode": {"normalize": False}}, "encode.normalize is for the tasks embed"),
+    ({"task": "embed", "sampling": {"max_tokens": 3}}, "sampling is for the task generate"),
+    ({"task": "score", "sampling": {"seed": 3}}, "leave it out with task score"),
+    ({"task": "embed", "output_schema": "{}"}, "output_schema is for the task generate"),
+    ({"task": "embed", "partition_by": ["a", "b", "a"]}, "partition_by names a column twice"),
+    ({"task": "embed", "encode": {"min_texts": 9, "max_texts": 8}}, "9 and max_texts 8"),
+    ({"task": "embed", "encode": {"min_texts": 0}}, "min_texts"),
+    ({"task": "embed", "encode": {"max_texts": -1}}, "max_texts"),
+    ({"task": "embed", "encode": {"vector_dtype": "int8"}}, "vector_dtype"),
+    ({"task": "embed", "encode": {"pooling": "first"}}, "pooling"),
+    ({"task": "embed", "encode": {"prompt_name": ""}}, "prompt_name"),
+    ({"task": "score", "encode": {"vector_dtype": "float16"}}, "vector_dtype is for"),
+    ({"task": "score", "encode": {"normalize": False}}, "normalize is for the task embed"),
+    ({"task": "classify", "encode": {"pooling": "cls"}}, "pooling is for the task embed"),
+    ({"task": "score", "encode": {"prompt_name": "q"}}, "prompt_name is for the task embed"),
+    ({"task": "embed", "prompt": {"column": "a", "system": "S"}}, "takes a text"),
+    ({"task": "score", "prompt": {"messages_column": "a"}}, "takes a text"),
+    ({"task": "embed", "encode": {"choices": ["a", "b"]}}, "choices are for the task classify"),
+    ({"task": "classify", "encode": {"choices": ["a"]}}, "only 'a'; give at least two"),
+    ({"task": "classify", "encode": {"choices": ["a", "b", "a"]}}, "choices names one twice"),
+    ({"task": "classify", "encode": {"choices": ["a", ""]}}, "choices"),
+    ({"task": "classify", "encode": {"choices": ["a", " "]}}, "choices has a blank one"),
+    ({"task": "classify"}, "smollm2 has no classification head"),
+    ({"task": "summarise"}, "task"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("data", "message"), ENCODING)
+def test_what_an_encoding_job_cannot_be_is_refused_with_the_way_out(
+    data: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SpecError, match=message):
+        build({**BASE, **data})
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"task": "embed", "partition_by": ["a", "b"], "encode": {"min_texts": 8, "max_texts": 8}},
+        {"task": "embed", "encode": {"normalize": True, "pooling": "cls", "prompt_name": "q"}},
+        {
+            "task": "classify",
+            "encode": {"choices": ["a", "b"]},
+            "prompt": {"column": "a", "system": "S"},
+        },
+        {"task": "classify", "model": "org/with-a-head", "partition_by": ["a"]},
+        {"task": "score", "encode": {"max_texts": 3}},
+    ],
+)  # fmt: skip
+def test_what_an_encoding_job_can_be_is_taken_and_survives_the_record(data: dict[str, Any]) -> None:
+    spec = build({**BASE, **data})
+    assert JobSpec.model_validate(json.loads(spec.model_dump_json())) == spec
+
+
+def test_defaults_go_by_the_task() -> None:
+    tasks = {
+        task: build({**BASE, "task": task, "encode": encode})
+        for task, encode in (
+            ("generate", {}), ("embed", {}), ("score", {}), ("classify", {"choices": ["a", "b"]})
+        )
+    }  # fmt: skip
+    assert {task: spec.model for task, spec in tasks.items()} == {
+        "generate": "smollm2", "embed": "minilm", "score": "smollm2", "classify": "smollm2"
+    }  # fmt: skip
+    assert {task: spec.on_too_long for task, spec in tasks.items()} == {
+        "generate": "error", "embed": "truncate_right", "score": "error", "classify": "error"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "refuses"),
+    [
+        ({"partition_by": ["b"]}, True),
+        ({"encode": {"vector_dtype": "float16"}}, True),
+        ({"encode": {"normalize": False}}, True),
+        ({"encode": {"pooling": "max"}}, True),
+        ({"encode": {"prompt_name": "q"}}, True),
+        ({"on_too_long": "error"}, True),
+        ({"encode": {"min_texts": 7}}, False),
+        ({"encode": {"max_texts": 70}}, False),
+    ],
+)
+def test_what_makes_the_vectors_is_the_jobs_identity_and_how_they_are_gathered_is_not(
+    changed: dict[str, Any], refuses: bool
+) -> None:
+    base = {**BASE, "task": "embed", "partition_by": ["a"]}
+    first, then = (keys(data) for data in (base, {**base, **changed}))
+    assert (first != then) == refuses
+
+
 def test_c31_job_without_prompt_says_what_to_give() -> None:
     with pytest.raises(SpecError, match="prompt_column, messages_column"):
         build({"input": "in"})
