@@ -32,6 +32,7 @@ from storage.writer import ShardWriter
 from tests.bench.common import Check, arguments, show_checks, write_report
 from tests.bench.machine import measure_machine
 from tests.bench.surge import partition_sizes, write_dataset
+from tests.bench.surge_child import Kept
 
 SHAPES = {"6 x 384": (6, 384, 12), "12 x 384": (12, 384, 12), "12 x 768": (12, 768, 12)}
 """Layers, hidden size, heads: of MiniLM-L6, bge-small and bge-base."""
@@ -74,7 +75,7 @@ def make_model(shape: str, folder: Path) -> Model:
         shutil.copy(minilm / name, folder / name)
     model = open_model(spec_of(folder, folder, folder, "large"))
     assert model.load_encoder is not None
-    backend, tokenizer = model.load_encoder(), model.load_tokenizer()
+    backend, tokenizer = Kept(model.load_encoder()), model.load_tokenizer()
     return replace(model, load_encoder=lambda: backend, load_tokenizer=lambda: tokenizer)
 
 
