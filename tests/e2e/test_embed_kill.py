@@ -198,3 +198,51 @@ def test_a_row_that_kills_its_worker_is_an_error_row_and_no_other_is(
             assert row["embedding"] == vector_of(texts[row["n"]])
     if partitioned:
         assert {row["n"]: row["key"] for row in rows} == dict(enumerate(keys))
+
+
+def test_a_process_that_is_killed_while_it_sorts_and_after(tmp_path: Path) -> None:
+    """The input is not grouped: its sorted form is made first, and is whole or not there."""
+    sizes = lognormal(1500, seed=3)
+    source = write_keyed(tmp_path / "in.parquet", sizes, grouped=False)
+    fields = {"encode": {"min_texts": 1500, "max_texts": 6000}}
+    spec = embed_spec(tmp_path, source, **fields)
+    output, runs, kills = Path(spec.output), Runs(tmp_path, spec, delay_s=0.05), 0
+    signs = ("_input", "job.json", "results")  # of sorting, of the plan, of a first commit
+    with PartitionReader(output).reading():
+        for sign in signs:
+            with runs.start() as job:
+                while not any(output.glob(f"{sign}*")) and job.poll() is None:
+                    time.sleep(0.002)
+                kills += job.poll() is None
+                job.kill()
+        runs.finish()
+    assert kills == len(signs)
+    check(spec, source)
+    assert runs.log.total() <= sum(sizes) + kills * QUEUE_DEPTH * (1500 + max(sizes))
+
+
+def test_several_rows_that_kill_are_each_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two in one superbatch, one of them in an oversize partition's slice beside another."""
+    monkeypatch.setattr(health, "FIRST_DELAY_S", 0.02)
+    for name, value in Behaviour(killers=("deadly",), delay_s=0.01).environ().items():
+        monkeypatch.setenv(name, value)
+    keys = [f"k{min(n // 5, 20):02d}" for n in range(160)]  # the last has 60 rows
+    deadly = {12, 13, 110, 150}
+    texts = ["a deadly text" if n in deadly else f"text {n} of many" for n in range(160)]
+    ids = [f"r{n}" for n in range(160)]
+    source = write_table(tmp_path / "in.parquet", id=ids, key=keys, n=range(160), text=texts)
+    spec = embed_spec(
+        tmp_path, source, engine={"workers": 2}, max_error_rate=0.1,
+        encode={"min_texts": 20, "max_texts": 40},
+    )  # fmt: skip
+    summary = run_job(spec, find_model=worker_model)
+    assert summary.by_status == {"ok": 156, "error": 4}
+    rows = read_all(spec)
+    assert Counter(row["n"] for row in rows) == dict.fromkeys(range(160), 1)
+    assert {row["n"] for row in rows if row["error_type"] == "worker_died"} == deadly
+    for row in rows:
+        assert row["key"] == keys[row["n"]]
+        wanted = None if row["n"] in deadly else vector_of(texts[row["n"]])
+        assert row["embedding"] == wanted
