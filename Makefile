@@ -21,8 +21,10 @@ demo: $(VENV)/.installed-demo
 	$(BIN)/python -c "import duckdb; duckdb.connect('$(OUTPUT)/job.duckdb', read_only=True) \
 	    .sql('select row_id, text from results limit 8').show(max_width=160)"
 
+# Two at a time; then, one by one, those that judge times or start many services.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not alone and not long'
+	$(BIN)/python -m pytest -m 'alone and not long'
 
 # Further cases that take minutes: jobs disturbed in every way, more ways of being told to end.
 test-long: $(VENV)/.installed-dev

@@ -32,7 +32,7 @@ from tests.unit.infra.files import (
     work_pool,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.alone, pytest.mark.e2e, pytest.mark.slow]
 PAGE = (INFRA / "README.md").read_text()
 
 

@@ -38,7 +38,7 @@ from tests.e2e.jobs import (
     write_dataset,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.alone, pytest.mark.e2e, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 WRITE_S = 0.3

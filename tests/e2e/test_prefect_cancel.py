@@ -24,7 +24,7 @@ from tests.e2e.jobs import TokenLog, flow_command, read_results, write_dataset
 from tests.services.prefect_server import ROOT, PrefectServer
 from tests.services.processes import wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.alone, pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
 
 NUM_ROWS = 500
 GRACE_S = 30.0

@@ -16,7 +16,7 @@ from tests.e2e.test_cli_job import PROMPT, Shell, flows
 from workers.errors import ModelError
 from workers.loading.files import resolve_model
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.alone, pytest.mark.e2e]
 __all__ = ["flows"]
 FILLED = set(PARTS) - {"device_s", "encoder_s"}
 """Of an engine on a CPU."""
