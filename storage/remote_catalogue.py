@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import duckdb
 import pyarrow as pa
-import pyarrow.dataset as pads
 
 from storage.catalogue import FILE, STEP_COSTS, hive_source, no_glob, quoted, write_job
 from storage.errors import StorageError
@@ -25,7 +24,7 @@ from storage.objects import ObjectStore
 from storage.results import result_schema
 from storage.source import Dataset
 from storage.telemetry import TABLES
-from storage.views import each_file, partitioned_files
+from storage.views import each_file, each_partition
 
 MEMORY = "256MB"
 """That DuckDB may take: a job's memory is not to jump at its end."""
@@ -118,8 +117,9 @@ class RemoteCatalogue:
         if ledger.partitions is None:
             self._copy(con, "results", RESULTS, schema)
             return
-        keys = ledger.partitions.keys.schema
-        self._table(con, "results", partitioned_files(self._store, RESULTS, schema, keys))
+        everything = pa.unify_schemas([schema, ledger.partitions.keys.schema])
+        found = each_partition(self._store, ledger.partitions, ledger.committed, schema)
+        self._fill(con, "results", everything, found)
 
     def _copy(
         self, con: duckdb.DuckDBPyConnection, table: str, folder: str, schema: pa.Schema
@@ -127,17 +127,20 @@ class RemoteCatalogue:
         """A table with the rows of a folder's files, in the order of their names; one file at a
         time is in memory.
         """
-        self._table(con, table, schema.empty_table())
-        for found in each_file(self._store, folder, schema):
-            con.register("found", found)
-            con.execute(f"INSERT INTO {table} FROM found")
-            con.unregister("found")
+        self._fill(con, table, schema, each_file(self._store, folder, schema))
 
-    def _table(
-        self, con: duckdb.DuckDBPyConnection, table: str, rows: pads.Dataset | pa.Table
+    def _fill(
+        self,
+        con: duckdb.DuckDBPyConnection,
+        table: str,
+        schema: pa.Schema,
+        found: Iterable[pa.Table],
     ) -> None:
-        con.register("found", rows)
+        con.register("found", schema.empty_table())
         con.execute(f"CREATE TABLE {table} AS FROM found")
+        for rows in found:
+            con.register("found", rows.select(schema.names))
+            con.execute(f"INSERT INTO {table} FROM found")
         con.unregister("found")
 
     def _view_of_results(self, con: duckdb.DuckDBPyConnection, ledger: Ledger) -> None:

@@ -6,9 +6,10 @@ through Arrow by the declared schemas: a column that an older file lacks is null
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import duckdb
+import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as pads
 
@@ -16,7 +17,7 @@ from storage.catalogue import STEP_COSTS, empty_view, hive_source, no_glob
 from storage.ledger import JOB, RESULTS, TELEMETRY
 from storage.marker import MARKERS
 from storage.objects import ObjectStore
-from storage.partitions import PartitionPlan
+from storage.partitions import FILE, PartitionPlan
 from storage.record import JobRecord
 from storage.results import ResultColumns, computed_fields
 from storage.telemetry import TABLES
@@ -92,3 +93,25 @@ def each_file(store: ObjectStore, folder: str, schema: pa.Schema) -> Iterator[pa
             path = [store.path(name)]
             found = pads.dataset(path, schema=schema, format="parquet", filesystem=store.fs)
             yield found.to_table()
+
+
+def each_partition(
+    store: ObjectStore, partitions: PartitionPlan, committed: Container[int], schema: pa.Schema
+) -> Iterator[pa.Table]:
+    """The files of committed partitions one by one, with the keys that the plan has for them: a
+    folder's name cannot tell every key to pyarrow.
+    """
+    folders, shards = partitions.folders.to_pylist(), partitions.shards.tolist()
+    for index, (folder, shard) in enumerate(zip(folders, shards, strict=True)):
+        if shard in committed:
+            path = [store.path(f"{RESULTS}/{folder}/{FILE}")]
+            found = pads.dataset(path, schema=schema, format="parquet", filesystem=store.fs)
+            yield _with_keys(found.to_table(), partitions.keys.slice(index, 1))
+
+
+def _with_keys(rows: pa.Table, keys: pa.Table) -> pa.Table:
+    """One key beside all rows of its partition."""
+    repeated = keys.take(pa.array(np.zeros(rows.num_rows, np.int64)))
+    for name in keys.column_names:
+        rows = rows.append_column(keys.field(name), repeated.column(name))
+    return rows

@@ -34,7 +34,6 @@ OURS: dict[str, dict[str, object]] = {
     "ours": {},
     "per partition": {"min_texts": 1},
     "fixed batch": {"min_texts": ALL, "max_texts": ALL},
-    "without superbatch": {"min_texts": 1},
     "without asynchronous writing": {},
     "without zero-copy": {},
 }

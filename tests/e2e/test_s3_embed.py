@@ -210,7 +210,6 @@ def test_odd_keys_and_rows_without_a_text(bucket: Bucket, tmp_path: Path) -> Non
     assert len(bucket.files()) == 9
 
 
-@pytest.mark.xfail(reason="the catalogue of a remote output reads folders as pyarrow does")
 def test_the_one_text_that_pyarrow_takes_for_null(bucket: Bucket, tmp_path: Path) -> None:
     keys = [None, NULL_FOLDER]
     source = write_table(
