@@ -23,7 +23,7 @@ demo: $(VENV)/.installed-demo
 
 # Two at a time; then, one by one, those that judge times or start many services.
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not alone and not long'
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 30 -m 'not alone and not long'
 	$(BIN)/python -m pytest -m 'alone and not long'
 
 # Further cases that take minutes: jobs disturbed in every way, more ways of being told to end.

@@ -33,7 +33,7 @@ from tests.e2e.test_embed import check, embed_spec, lognormal, read_all, vector_
 from tests.e2e.test_kill import Reader
 from tests.e2e.test_workers import processes_of, query
 
-pytestmark = [pytest.mark.alone, pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
 LEAST, MOST = 40, 120
 

@@ -31,7 +31,7 @@ from tests.services.prefect_server import ROOT, PrefectServer
 from tests.services.processes import wait_until
 from tests.services.seaweed import SeaweedServer, client
 
-pytestmark = [pytest.mark.alone, pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
 POOL = "nights"
 ZONE = "Pacific/Kiritimati"

@@ -58,7 +58,7 @@ def load(smollm2):
     [
         pytest.param("hybrid", 7, marks=pytest.mark.long),
         ("hybrid", 64),
-        ("exclusive", 1),
+        pytest.param("exclusive", 1, marks=pytest.mark.long),
         ("exclusive", 7),
         ("mixed", 7),
         pytest.param("mixed", 64, marks=pytest.mark.long),  # hybrid takes the same steps here

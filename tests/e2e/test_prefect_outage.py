@@ -18,7 +18,7 @@ from tests.e2e.jobs import TokenLog, flow_command
 from tests.services.prefect_server import ROOT, PrefectServer
 from tests.services.processes import wait_until
 
-pytestmark = [pytest.mark.alone, pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 AWAY_S = 30.0
 

@@ -17,7 +17,7 @@ from tests.e2e.jobs import comparable, worker_model
 from tests.e2e.test_workers import alone, behave, query, run
 
 ray = pytest.importorskip("ray")
-pytestmark = [pytest.mark.alone, pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 __all__ = ["behave"]
 
 
