@@ -99,7 +99,10 @@ def ablated(way: str, output: Path) -> Iterator[None]:
 
     def tell_and_wait(self: Any, texts: Any, encoded: Any) -> None:
         told(self, texts, encoded)
-        marker = output / "_markers" / f"{texts.part.shard.name}.json"
+        shard = texts.part.shard
+        if texts.part.ordinals[-1] + 1 < shard.num_rows:
+            return  # a slice of an oversize partition: it is committed with the last one
+        marker = output / "_markers" / f"{shard.name}.json"
         while not marker.exists():
             time.sleep(0.0005)
 
