@@ -14,6 +14,7 @@ from flows.sampling import resolve_sampling
 from flows.shape import ModelShape, model_shape
 from flows.summary import counted, duration, size_text
 from flows.survey import Survey, histogram, survey
+from flows.worker_memory import worker_memory
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -139,8 +140,6 @@ def _memory(spec: JobSpec, shape: ModelShape) -> MemoryPlan:
     Raises:
         NotEnoughMemory: as the engine would.
     """
-    import psutil
-
     from workers.backends.base import ModelInfo
     from workers.setup import EngineOptions, size_engine
 
@@ -158,12 +157,11 @@ def _memory(spec: JobSpec, shape: ModelShape) -> MemoryPlan:
         num_parameters=shape.num_parameters,
     )
     engine = spec.engine
-    share = 1.0 / (engine.workers or 1)
-    limit = engine.memory_bytes(psutil.virtual_memory().total)
+    memory = worker_memory(engine, "cpu", engine.workers or 1)
     options = EngineOptions(
         policy=engine.policy,
-        memory_bytes=None if limit is None else int(limit * share),
-        host_share=share,
+        memory_bytes=memory.limit_bytes,
+        host_share=memory.host_share,
         max_batch_tokens=engine.max_batch_tokens,
         max_seqs=engine.max_seqs,
         deterministic=engine.deterministic,

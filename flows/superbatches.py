@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from flows.worker_memory import worker_memory
 from schedulers.advice import Advice, Choice, advise, choose_thresholds
 from schedulers.encode_cost import EncodeCost, predicted_s
 from schedulers.memory import MemoryPlan
@@ -48,20 +49,10 @@ def encode_memory(spec: JobSpec, info: EncoderInfo, *, num_workers: int = 1) -> 
     Raises:
         NotEnoughMemory: the limit does not hold the model and its longest text.
     """
-    from workers.setup import (
-        EngineOptions,
-        default_memory_bytes,
-        device_memory_bytes,
-        size_encoder,
-    )
+    from workers.setup import EngineOptions, default_memory_bytes, size_encoder
 
-    share = 1.0 if info.device.startswith("cuda") else 1.0 / num_workers
-    limit = spec.engine.memory_bytes(device_memory_bytes(info.device))
-    limit_bytes = (
-        default_memory_bytes(info.device, info.weights_bytes, host_share=share)
-        if limit is None
-        else int(limit * share)
-    )
+    given, share = worker_memory(spec.engine, info.device, num_workers)
+    limit_bytes = given or default_memory_bytes(info.device, info.weights_bytes, host_share=share)
     texts_bytes = int(MEMORY_SHARE * max(0, limit_bytes - info.weights_bytes))
     max_batch_tokens = size_encoder(
         info,

@@ -118,8 +118,7 @@ def choose_given(
         parts: of all its sequences.
         waiting: whether each has not started.
         share_s: seconds of work.
-        move_s: seconds for which moving each keeps a worker from its steps, once it runs; the
-            other worker pays as much.
+        move_s: seconds for which moving each keeps both workers from their steps, once it runs.
     """
     waits = [index for index, waits in enumerate(waiting) if waits]
     waiting_s = sum(parts[index].work_s for index in waits)
@@ -128,7 +127,7 @@ def choose_given(
     runs = [
         index
         for index, waits in enumerate(waiting)
-        if not waits and parts[index].work_s > 2 * move_s[index]
+        if not waits and parts[index].work_s > move_s[index]
     ]
     chosen = choose_share([parts[index] for index in runs], share_s - waiting_s)
     return [*waits, *(runs[at] for at in chosen)]

@@ -108,8 +108,10 @@ class Way(NamedTuple):
         return self._carried_s < self.token_s
 
     def move_s(self, num_tokens: int) -> float:
-        """Seconds that it takes with so many tokens in KV memory."""
-        return num_tokens * min(self._carried_s, self.token_s)
+        """Seconds that it takes both workers together, with so many tokens in KV memory: carrying
+        keeps each from its steps, computing again only the one that receives.
+        """
+        return num_tokens * (2 * self._carried_s if self.carries_kv else self.token_s)
 
     @property
     def _carried_s(self) -> float:

@@ -3,8 +3,8 @@
 A vector column is a fixed-size list over the very memory that the encoder filled (`vectors_table`
 copies nothing in float32), and a partition's rows are a slice of it, so a superbatch is scattered
 to its partitions without touching a number. Two things of pyarrow to know: pickling a slice carries
-the whole buffers behind it, so tables go to other processes through Arrow's IPC, which cuts them
-(`to_ipc`); and a slice keeps the whole buffer alive for as long as it lives itself.
+the whole buffers behind it, so what goes to another process is a whole table or a filtered one,
+which is a copy; and a slice keeps the whole buffer alive for as long as it lives itself.
 """
 
 from __future__ import annotations
@@ -261,17 +261,3 @@ def to_numpy(column: pa.ChunkedArray | pa.Array) -> np.ndarray:
         present = ~array.is_null().to_numpy(zero_copy_only=False)
         vectors = np.where(present[:, None], vectors, vectors.dtype.type(0))
     return vectors
-
-
-def to_ipc(table: pa.Table) -> pa.Buffer:
-    """A table as bytes for another process: of slices only what they show, unlike pickle."""
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    return sink.getvalue()
-
-
-def from_ipc(data: pa.Buffer | bytes | memoryview) -> pa.Table:
-    """The table of `to_ipc`, over the bytes that it is given."""
-    with pa.ipc.open_stream(data) as reader:
-        return reader.read_all()

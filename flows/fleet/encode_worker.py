@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from flows.busy import BusyTimes
+from flows.fleet.life import WorkerLife
 from flows.fleet.messages import (
     Adopt,
     Assign,
@@ -24,9 +25,7 @@ from flows.fleet.messages import (
     Block,
     Command,
     EncodeCall,
-    Ended,
     Event,
-    Failed,
     Finish,
     Give,
     Given,
@@ -35,25 +34,19 @@ from flows.fleet.messages import (
     WorkerSetup,
 )
 from flows.fleet.part_queue import AllBut, PartQueue
-from flows.fleet.reports import Reporter
 from flows.model import Model
 from flows.prompts import PromptRenderer
 from flows.queues import Outbox, Stopped
 from flows.superbatches import encode_memory
 from flows.texts import TextMaker, Texts
-from flows.threads import ThreadGroup
 from flows.vectors import block_table, vector_spec
-from flows.watchdog import Watchdog, WatchedEncoder
+from flows.watchdog import Step, WatchedEncoder
 from schedulers.load import Load
 from schedulers.superbatch import slices
 from storage.rows import RowReader
 from workers.encoding import Encoded, Encoder, EncodeStep
-from workers.errors import BackendError, InternalError
+from workers.errors import InternalError
 from workers.request import StepRecord
-
-STOP_GRACE_S = 15.0
-"""Seconds that a micro-batch may still take once the worker has been told to stop."""
-
 
 READ_ROWS = 1024
 """Rows that are rendered and tokenised at a time."""
@@ -70,11 +63,11 @@ class _Pace(NamedTuple):
         return self.elapsed_s / self.num_rows if self.num_rows else 0.0
 
 
-class EncodeWorker:
-    """Runs rows through one encoder. `load`, then `run`; `handle` from any thread.
+class EncodeWorker(WorkerLife[StepRecord | EncodeCall]):
+    """Runs rows through one encoder. `load`, then `run`; `handle` from any thread."""
 
-    Args: as those of `flows.fleet.worker.Worker`.
-    """
+    OUTBOX_ITEMS = 4096
+    STEP = "a micro-batch"
 
     def __init__(
         self,
@@ -85,25 +78,13 @@ class EncodeWorker:
         clock: Callable[[], float] = time.monotonic,
         busy: BusyTimes | None = None,
     ) -> None:
-        self._setup = setup
-        self._spec = setup.spec
-        self._emit = emit
-        self._model = model
-        self._clock = clock
-        self._busy = busy or BusyTimes(clock=clock)
-        self._threads = ThreadGroup(on_failure=self._interrupt)
+        super().__init__(setup, emit, model=model, clock=clock, busy=busy)
         self._parts = PartQueue()
         self._prepared: Outbox[Texts | None] = Outbox(1)
         self._room = threading.Semaphore(1)  # one superbatch is tokenised ahead of the encoder
-        self._records: Outbox[StepRecord | EncodeCall] = Outbox(4096)
-        self._lock = threading.Lock()
-        self._num_rows = 0
         self._pace = _Pace()
         self._num_steps = 0
         self._ended_s: float | None = None
-        self._loaded = False
-        self._stopping = False
-        self._outlet_finishing = False
 
     # -- start --
 
@@ -144,43 +125,10 @@ class EncodeWorker:
             max_len=backend.info.max_len,
             meter=busy.meter("feeder"),
         )
-        self._reporter = Reporter(self._emit, self._busy, clock=self._clock)
-        self._watchdog = Watchdog(
-            backend,
-            step_timeout_s=self._setup.step_timeout_s,
-            stop_grace_s=STOP_GRACE_S,
-            clock=self._clock,
-        )
-        self._loaded = True
+        self._watch_over(backend)
         return Ready(memory, backend.info.device)
 
     # -- the whole life --
-
-    def run(self) -> None:
-        """Work until `Finish` or `Stop`, or until something breaks; says which, as the last event.
-        Does not raise.
-        """
-        if self._stopping:
-            self._emit(Ended())
-            return
-        self._threads.start("outlet", self._tell)
-        self._threads.start("watchdog", self._watch)
-        self._threads.start("engine", self._drive)
-        self._threads.start("feeder", self._feed)
-        self._threads.join("feeder", "engine")
-        self._watchdog.end()
-        self._threads.join("watchdog")
-        self._outlet_finishing = True
-        self._threads.join("outlet")
-        fault = self._threads.failure
-        self._emit(Ended(tuple(self._busy.works())) if fault is None else Failed(fault))
-
-    def _interrupt(self) -> None:
-        self._stopping = True
-        self._parts.drop()
-        if self._loaded:
-            self._prepared.stop()
-            self._watchdog.stop()
 
     def _feed(self) -> None:
         """Tokenise ahead, a superbatch or a slice at a time. A part is taken when there is room for
@@ -235,7 +183,7 @@ class EncodeWorker:
             num_tokens=texts.packed.num_tokens,
             num_batches=self._num_steps - first_step,
         )
-        self._records.put([call])
+        self._outbox.put([call])
         self._tell_block(texts, encoded)
         self._pace = _Pace(
             self._pace.num_rows + texts.part.num_rows, self._pace.elapsed_s + call.elapsed_s
@@ -256,21 +204,14 @@ class EncodeWorker:
 
     def _on_step(self, step: EncodeStep) -> None:
         self._num_steps += 1
-        self._records.put([_step_record(self._num_steps, step)])
+        self._outbox.put([_step_record(self._num_steps, step)])
 
-    def _watch(self) -> None:
-        """Wait for a step that hangs, and end the worker around it."""
-        step = self._watchdog.wait()
-        if step is None:
-            return
-        self._threads.abandon("engine")
-        if not self._stopping:
-            raise BackendError(
-                f"the device has not come back from a micro-batch for "
-                f"{self._clock() - step.started_s:.1f} s ({step.num_tokens} tokens of "
-                f"{step.num_seqs} texts). Finished rows are kept; run the same command again to go "
-                "on, with a smaller --max-batch-tokens if steps really take that long"
-            )
+    def _let_go(self) -> None:
+        self._parts.drop()
+        self._prepared.stop()
+
+    def _hung(self, step: Step) -> str:
+        return f"{step.num_tokens} tokens of {step.num_seqs} texts"
 
     # -- what it is told --
 
@@ -288,39 +229,20 @@ class EncodeWorker:
         else:
             self._interrupt()
 
-    def _count(self, num_rows: int) -> None:
-        with self._lock:
-            self._num_rows += num_rows
-
     def _give(self, wanted: Give) -> None:
         """Give rows away that have not been read."""
         row_s = self._pace.row_s
-        given = (
-            Given(unread=tuple(self._parts.take_back(int(wanted.share_s / row_s))))
-            if (row_s)
-            else Given()
-        )
+        num_rows = int(wanted.share_s / row_s) if row_s else 0
+        given = Given(unread=tuple(self._parts.take_back(num_rows)))
         self._count(-given.num_rows)
         self._emit(given)
 
     # -- what it tells --
 
-    def _tell(self) -> None:
-        """The outlet: send records and reports until the end."""
-        try:
-            while True:
-                finishing = self._outlet_finishing
-                records = self._records.take(timeout_s=0.1)
-                if records:
-                    self._emit(Steps(tuple(records)))
-                if self._setup.reports:
-                    self._reporter.report(self._load)
-                if finishing and not len(self._records):
-                    return
-        finally:
-            self._records.stop()
+    def _send(self, items: Sequence[StepRecord | EncodeCall]) -> None:
+        self._emit(Steps(tuple(items)))
 
-    def _load(self) -> Load:
+    def _load_now(self) -> Load:
         num_rows = self._num_rows
         return Load(num_rows, 0.0, num_rows * self._pace.row_s)
 

@@ -11,20 +11,18 @@ these: it is told by `handle` and tells by `emit`. It writes nothing.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from flows.busy import BusyTimes
 from flows.feeder import Feeder, PromptLimits, Settled
+from flows.fleet.life import WorkerLife
 from flows.fleet.messages import (
     Adopt,
     Assign,
     Command,
-    Ended,
     Event,
-    Failed,
     Finish,
     Give,
     Given,
@@ -36,24 +34,23 @@ from flows.fleet.messages import (
     WorkerSetup,
 )
 from flows.fleet.part_queue import AllBut
-from flows.fleet.reports import REPORT_S, Reporter
+from flows.fleet.reports import REPORT_S
 from flows.model import Model
 from flows.outputs import output_rules
 from flows.prompts import PromptRenderer
-from flows.queues import Outbox, RequestQueue, RowRef, Stopped
+from flows.queues import RequestQueue, RowRef, Stopped
 from flows.rowmaker import Answered, RowMaker
 from flows.sampling import resolve_sampling
-from flows.threads import ThreadGroup
-from flows.watchdog import Watchdog, WatchedBackend
+from flows.watchdog import Step, WatchedBackend
+from flows.worker_memory import worker_memory
 from schedulers.cost import StepCost, StepSample
 from schedulers.load import Load, OutputLengths, Part, choose_given, load_of, part_of
 from schedulers.route import Way
 from storage.rows import Row, RowReader
 from workers.backends.base import ModelInfo
-from workers.errors import BackendError
 from workers.request import EventRecord, Request, RequestId, StepRecord
 from workers.sequence import Sequence as Seq
-from workers.setup import EngineOptions, device_memory_bytes, make_engine
+from workers.setup import EngineOptions, make_engine
 
 READY_REQUESTS = 512
 """Requests kept tokenised ahead of the engine."""
@@ -61,22 +58,11 @@ READY_REQUESTS = 512
 ROWS_A_MESSAGE = 64
 """Rows told at a time, at most: queues are bounded by messages, and so by rows."""
 
-STOP_GRACE_S = 15.0
-"""Seconds that a step may still take once the worker has been told to stop."""
-
 Item = Answered | Settled | StepRecord | EventRecord
 
 
-class Worker:
-    """Runs rows through one engine. `load`, then `run`; `handle` from any thread.
-
-    Args:
-        setup: the job and the worker's place.
-        emit: tells the coordinator; called from several threads.
-        model: the job's, opened already; else `setup.open_model` opens it.
-        clock: seconds, monotonic.
-        busy: what the threads work on; a new one by default.
-    """
+class Worker(WorkerLife[Item]):
+    """Runs rows through one engine. `load`, then `run`; `handle` from any thread."""
 
     def __init__(
         self,
@@ -87,25 +73,12 @@ class Worker:
         clock: Callable[[], float] = time.monotonic,
         busy: BusyTimes | None = None,
     ) -> None:
-        self._setup = setup
-        self._spec = setup.spec
-        self._emit = emit
-        self._model = model
-        self._clock = clock
-        self._busy = busy or BusyTimes(clock=clock)
-        self._threads = ThreadGroup(on_failure=self._interrupt)
+        super().__init__(setup, emit, model=model, clock=clock, busy=busy)
         self._requests = RequestQueue(READY_REQUESTS)
-        self._outbox: Outbox[Item] = Outbox(512)
         self._in_flight: dict[str, RowRef] = {}
-        self._loaded = False
-        self._stopping = False
-        self._num_rows = 0
-        self._lock = threading.Lock()
         self._load = Load()
         self._busy_s, self._num_tokens = 0.0, 0
         self._measured_s = clock()
-        self._reporter = Reporter(emit, self._busy, clock=clock)
-        self._outlet_finishing = False
 
     # -- start --
 
@@ -155,29 +128,22 @@ class Worker:
             grammar=rules.grammar,
             meter=busy.meter("feeder"),
         )
-        self._watchdog = Watchdog(
-            backend,
-            step_timeout_s=self._setup.step_timeout_s,
-            stop_grace_s=STOP_GRACE_S,
-            clock=self._clock,
-        )
-        self._loaded = True
+        self._watch_over(backend)
         return Ready(made.memory, backend.info.device)
 
     def _engine_options(self, device: str) -> EngineOptions:
         engine = self._spec.engine
-        share = 1.0 if device.startswith("cuda") else 1.0 / self._setup.num_workers
-        limit = engine.memory_bytes(device_memory_bytes(device))
+        memory = worker_memory(engine, device, self._setup.num_workers)
         return EngineOptions(
             policy=engine.policy,
             overflow_probability=engine.overflow_probability,
             sizing=engine.sizing,
-            memory_bytes=None if limit is None else int(limit * share),
+            memory_bytes=memory.limit_bytes,
             max_batch_tokens=engine.max_batch_tokens,
             max_seqs=engine.max_seqs,
             deterministic=engine.deterministic,
             row_timeout_s=self._spec.row_timeout_s,
-            host_share=share,
+            host_share=memory.host_share,
         )
 
     def _calibration(self, model: Model, info: ModelInfo) -> tuple[StepSample, ...]:
@@ -191,33 +157,13 @@ class Worker:
 
     # -- the whole life --
 
-    def run(self) -> None:
-        """Work until `Finish` or `Stop`, or until something breaks; says which, as the last event.
-        Does not raise.
-        """
-        if self._stopping:
-            self._emit(Ended())
-            return
-        self._threads.start("outlet", self._tell)
-        self._threads.start("watchdog", self._watch)
-        self._threads.start("engine", self._drive)
-        self._threads.start("feeder", self._feeder.run)
-        self._threads.join("feeder", "engine")
-        self._watchdog.end()
-        self._threads.join("watchdog")
-        self._outlet_finishing = True
-        self._threads.join("outlet")
-        fault = self._threads.failure
-        self._emit(Ended(tuple(self._busy.works())) if fault is None else Failed(fault))
+    def _feed(self) -> None:
+        self._feeder.run()
 
-    def _interrupt(self) -> None:
-        self._stopping = True
-        if not self._loaded:
-            return
+    def _let_go(self) -> None:
         self._requests.stop()
         self._feeder.close()
         self._engine.stop()
-        self._watchdog.stop()
 
     def _read(self, part: Assign) -> Iterator[list[Row]]:
         return self._reader.rows(part.shard, skip=AllBut(part.ordinals))
@@ -233,20 +179,11 @@ class Worker:
         finally:
             self._engine.backend.close()
 
-    def _watch(self) -> None:
-        """Wait for a step that hangs, and end the worker around it."""
-        step = self._watchdog.wait()
-        if step is None:
-            return
-        self._threads.abandon("engine")
-        if not self._stopping:
-            raise BackendError(
-                f"the device has not come back from a step for "
-                f"{self._clock() - step.started_s:.1f} s ({step.num_tokens} tokens of "
-                f"{step.num_seqs} sequences; {self._engine.num_in_flight} rows in flight). "
-                "Finished rows are kept; run the same command again to go on, with a smaller "
-                "--max-batch-tokens if steps really take that long"
-            )
+    def _hung(self, step: Step) -> str:
+        return (
+            f"{step.num_tokens} tokens of {step.num_seqs} sequences; "
+            f"{self._engine.num_in_flight} rows in flight"
+        )
 
     # -- what it is told --
 
@@ -264,10 +201,6 @@ class Worker:
             self._feeder.close()
         else:
             self._interrupt()
-
-    def _count(self, num_rows: int) -> None:
-        with self._lock:
-            self._num_rows += num_rows
 
     def _adopt(self, parcels: Sequence[Parcel]) -> None:
         self._count(len(parcels))
@@ -356,20 +289,6 @@ class Worker:
         return StepCost(
             alpha_p=0.0, beta_p=token_s, alpha_d=0.0, beta_d=token_s, alpha_mb=0.0, mix_a=token_s
         )
-
-    def _tell(self) -> None:
-        """The outlet: send what comes, in batches, until all has been sent."""
-        try:
-            while True:
-                finishing = self._outlet_finishing
-                items = self._outbox.take(timeout_s=0.1)
-                self._send(items)
-                if self._setup.reports:
-                    self._reporter.report(self._load_now)
-                if finishing and not len(self._outbox):
-                    return
-        finally:
-            self._outbox.stop()
 
     def _send(self, items: Sequence[Item]) -> None:
         records: list[StepRecord | EventRecord] = []

@@ -178,7 +178,7 @@ def test_c34_device_that_hangs_ends_the_run_and_keeps_the_finished_rows(tmp_path
 def test_c34_stop_does_not_wait_for_a_device_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flows.fleet.worker.STOP_GRACE_S", 0.5)
+    monkeypatch.setattr("flows.fleet.life.STOP_GRACE_S", 0.5)
     hanging = Hanging(after_steps=30)
     spec = make_spec(tmp_path, 200, engine={"max_seqs": 16})
     with within(20), JobRunner(spec, model=fake_model(on_execute=hanging)) as runner:

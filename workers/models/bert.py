@@ -19,7 +19,15 @@ from torch.nn import functional
 from workers.encoding import PackedTexts
 from workers.errors import ModelError
 from workers.models.config import ConfigReader
-from workers.models.encoder import LayerNorm, Named, apply, find_activation, num_bytes, whole
+from workers.models.encoder import (
+    Configured,
+    LayerNorm,
+    Named,
+    apply,
+    find_activation,
+    num_bytes,
+    whole,
+)
 from workers.models.layers import Linear, Make
 from workers.models.packed import PackedBatch, attend, to_device
 from workers.models.weights import Places
@@ -205,7 +213,7 @@ class BertLayer:
         yield from self.output_norm.places(f"{name}.{names.output_norm}")
 
 
-class BertModel:
+class BertModel(Configured[BertConfig]):
     """Embeddings and layers; an `EncoderModel`.
 
     Attributes:
@@ -229,18 +237,6 @@ class BertModel:
         self.embedding_norm = LayerNorm(device, config.hidden_size, config.norm_eps)
         self.layers = [BertLayer(config, make) for _ in range(config.num_layers)]
         self._activate = find_activation("the activation", config.activation)
-
-    @property
-    def hidden_size(self) -> int:
-        return self.config.hidden_size
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def max_len(self) -> int:
-        return self.config.max_len
 
     @property
     def weights_bytes(self) -> int:

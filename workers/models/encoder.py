@@ -9,7 +9,7 @@ into a product has the weights' type.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -67,6 +67,38 @@ class LoadedEncoder(EncoderModel, Protocol):
     def places(self) -> Places:
         """Where each tensor of the weight files goes, by its name without the model's prefix."""
         ...
+
+
+class EncoderSizes(Protocol):
+    """What every encoder's config says."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_len(self) -> int: ...
+
+
+C = TypeVar("C", bound=EncoderSizes)
+
+
+class Configured(Generic[C]):
+    """The part of `EncoderModel` that a config tells; for models to derive from."""
+
+    config: C
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def max_len(self) -> int:
+        return self.config.max_len
 
 
 def gelu_tanh(x: Tensor) -> Tensor:

@@ -20,7 +20,15 @@ from torch.nn import functional
 from workers.encoding import PackedTexts
 from workers.errors import ModelError
 from workers.models.config import ConfigReader, RopeConfig
-from workers.models.encoder import LayerNorm, Named, apply, find_activation, num_bytes, whole
+from workers.models.encoder import (
+    Configured,
+    LayerNorm,
+    Named,
+    apply,
+    find_activation,
+    num_bytes,
+    whole,
+)
 from workers.models.layers import Linear, Make, Rotary, rotate_
 from workers.models.packed import EVERYTHING, PackedBatch, Reach, attend, to_device
 from workers.models.weights import Places
@@ -155,7 +163,7 @@ class ModernBertLayer:
         yield from self.down.places(f"{name}.mlp.Wo")
 
 
-class ModernBertModel:
+class ModernBertModel(Configured[ModernBertConfig]):
     """Embedding, layers, norm; an `EncoderModel`.
 
     Attributes:
@@ -183,18 +191,6 @@ class ModernBertModel:
             sight: Rotary(rope, config.head_size, exact) for sight, rope in config.ropes.items()
         }
         self._activate = find_activation("hidden_activation", config.activation)
-
-    @property
-    def hidden_size(self) -> int:
-        return self.config.hidden_size
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def max_len(self) -> int:
-        return self.config.max_len
 
     @property
     def weights_bytes(self) -> int:

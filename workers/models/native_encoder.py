@@ -19,9 +19,9 @@ from torch import Tensor
 from workers.encoding import PackedTexts
 from workers.kernels import encoder as kernel
 from workers.kernels.products import PackedWeight, address, check_range, pack
-from workers.models.bert import BertLayer, BertModel, find_positions
+from workers.models.bert import BertConfig, BertLayer, BertModel, find_positions
 from workers.models.device import cpu_has
-from workers.models.encoder import EncoderModel, LayerNorm
+from workers.models.encoder import Configured, EncoderModel, LayerNorm
 from workers.models.layers import Linear
 from workers.models.packed import to_device
 from workers.times import ModelTimes
@@ -45,7 +45,7 @@ def supports(model: EncoderModel, *, device: torch.device) -> TypeGuard[BertMode
     )
 
 
-class NativeEncoder:
+class NativeEncoder(Configured[BertConfig]):
     """Embeddings and layers as one structure of addresses; an `EncoderModel`.
 
     Args:
@@ -109,18 +109,6 @@ class NativeEncoder:
         return address(tensor)
 
     # -- what it is --
-
-    @property
-    def hidden_size(self) -> int:
-        return self.config.hidden_size
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def max_len(self) -> int:
-        return self.config.max_len
 
     @property
     def weights_bytes(self) -> int:

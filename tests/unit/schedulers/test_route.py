@@ -150,14 +150,14 @@ def test_a_move_is_the_best_of_all_and_makes_the_end_no_later(seed: int) -> None
 def test_keys_travel_where_that_is_sooner() -> None:
     slow, fast = Way(1e-3, 23_040, 5e8), Way(1e-6, 23_040, 5e8)
     assert slow.carries_kv
-    assert slow.move_s(500) == pytest.approx(500 * 23_040 / 5e8)
+    assert slow.move_s(500) == pytest.approx(2 * 500 * 23_040 / 5e8)  # both stand still
     assert not fast.carries_kv
-    assert fast.move_s(500) == pytest.approx(5e-4)
+    assert fast.move_s(500) == pytest.approx(5e-4)  # the receiver computes
     assert not Way(1e-3, 23_040, 0.0).carries_kv
 
 
 def test_what_runs_moves_only_where_it_is_worth_its_way() -> None:
     parts = [Part(10.0, 1.0), Part(10.0, 1.0), Part(10.0, 0.1)]
     waiting = [False, False, True]
-    assert choose_given(parts, waiting, 1.0, move_s=[0.4, 0.6, 9.0]) == [2, 0]
-    assert choose_given(parts, waiting, 1.0, move_s=[0.6, 0.6, 9.0]) == [2]
+    assert choose_given(parts, waiting, 1.0, move_s=[0.8, 1.2, 9.0]) == [2, 0]
+    assert choose_given(parts, waiting, 1.0, move_s=[1.2, 1.2, 9.0]) == [2]
