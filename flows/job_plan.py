@@ -81,7 +81,7 @@ def _unpartitioned(
     if model.vectors is None:
         return record
     sizes = SizeStats.of(shard.num_rows for shard in shards)
-    choice = choose_for(job, model, job.dataset, sizes, cost)
+    choice = choose_for(job, model, sizes, cost, known_cost(job, model, cost))
     return replace(record, **asdict(choice.thresholds))
 
 
@@ -93,34 +93,36 @@ def cut_superbatches(
     token_cost: TokenCost,
 ) -> SuperbatchPlan:
     """The superbatches of a grouped input."""
-    encode_cost = known_cost(job, model, token_cost, job.dataset)
+    encode_cost = known_cost(job, model, token_cost)
     stats = SizeStats.of(found.num_rows.tolist())
-    choice = choose_for(job, model, job.dataset, stats, token_cost)
+    choice = choose_for(job, model, stats, token_cost, encode_cost)
     return plan_superbatches(dataset, found, choice, encode_cost, token_cost)
 
 
 def choose_for(
-    job: PreparedJob, model: Model, dataset: Dataset, stats: SizeStats, token_cost: TokenCost
+    job: PreparedJob,
+    model: Model,
+    stats: SizeStats,
+    token_cost: TokenCost,
+    encode_cost: EncodeCost,
 ) -> Choice:
     """The thresholds of a job with units of these sizes."""
     assert model.vectors is not None
-    mean_bytes = mean_text_bytes(dataset, job.renderer.columns)
+    mean_bytes = mean_text_bytes(job.dataset, job.renderer.columns)
     mean_tokens = mean_bytes * token_cost.tokens_per_byte
     return choose(
         job.spec.encode,
         stats,
-        known_cost(job, model, token_cost, dataset),
+        encode_cost,
         resident_text_bytes=text_bytes(mean_bytes, mean_tokens, model.vectors.width),
         memory_bytes=text_memory(job),
     )
 
 
-def known_cost(
-    job: PreparedJob, model: Model, token_cost: TokenCost, dataset: Dataset
-) -> EncodeCost:
+def known_cost(job: PreparedJob, model: Model, token_cost: TokenCost) -> EncodeCost:
     """What encoding was measured to cost, or is assumed to, at the job's mean length."""
     known = measured_cost(job, model) or DEFAULT_COST
-    mean_tokens = token_cost.tokens_per_byte * mean_text_bytes(dataset, job.renderer.columns)
+    mean_tokens = token_cost.tokens_per_byte * mean_text_bytes(job.dataset, job.renderer.columns)
     return known.at_length(max(1.0, mean_tokens))
 
 

@@ -76,9 +76,9 @@ def plan_encoding(spec: JobSpec) -> EncodePlan:
         )
         sizes = [shard.num_rows for shard in shards]
     stats = SizeStats.of(sizes)
-    choice = choose_for(job, model, job.dataset, stats, tokens)
+    cost = known_cost(job, model, tokens)
+    choice = choose_for(job, model, stats, tokens, cost)
     num_calls = _num_calls(sizes, choice.thresholds, partitioned=bool(spec.partition_by))
-    cost = known_cost(job, model, tokens, job.dataset)
     return EncodePlan(
         num_rows=num_rows,
         survey=found,

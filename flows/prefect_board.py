@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from uuid import UUID
 
@@ -24,20 +24,11 @@ from prefect.logging import get_run_logger
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from flows import prefect_text as text
-from flows.credentials import storage_options
 from flows.progress import Snapshot
-from flows.report import write_report
-from flows.report_data import Telemetry
-from flows.report_encodes import encode_facts
-from flows.report_tables import policy_sentence, superbatch_sentence
+from flows.report_apart import draw_apart
 from flows.shard_run import ShardRun
 from flows.spec import JobSpec
 from flows.summary import JobSummary
-from storage.errors import StorageError
-from storage.ledger import JOB
-from storage.objects import ObjectStore
-from storage.record import JobRecord
-from storage.views import open_views
 
 UPDATE_S = 3.0
 """Seconds between updates of the progress artifact, in the first minutes."""
@@ -126,8 +117,10 @@ class Board:
             runs: its shards that this run has committed.
             why: the final state's message.
         """
-        report = self._report()
-        page = text.summary_page(summary, why, None if report is None else self._decisions())
+        report, decisions, fault = draw_apart(self._spec)
+        if fault is not None:
+            self._log.warning("there is no report of the job: %s", fault)
+        page = text.summary_page(summary, why, decisions)
         with self._reaching("the results"):
             rows = json.dumps(text.shard_table(runs))
             self._create("table", "shards", rows, text.table_description(runs))
@@ -140,29 +133,6 @@ class Board:
         if summary.error_rate > self._spec.max_error_rate:
             self._emit("headrace.job.error-rate-exceeded", summary)
         self._emit("headrace.job.done", summary)
-
-    def _report(self) -> str | None:
-        """Write the job's report into its output; where it is, or None when that cannot be."""
-        try:
-            return write_report(self._spec.output, credentials=self._spec.credentials)
-        except StorageError as fault:
-            self._log.warning("there is no report of the job: %s", fault)
-            return None
-
-    def _decisions(self) -> str:
-        """When the policy switched between prefill and decode apart and together, and why; of a job
-        that encodes, what became of its partitions.
-        """
-        spec = self._spec
-        options = storage_options(spec.credentials, spec.output)
-        store = ObjectStore(spec.output, storage_options=options)
-        record = JobRecord.from_bytes(store.read(JOB), store.path(JOB))
-        with closing(open_views(store)) as con:
-            telemetry = Telemetry(con)
-            facts = encode_facts(record, store, telemetry)
-            if facts is not None:
-                return superbatch_sentence(facts)
-            return policy_sentence(spec.engine.policy, telemetry, telemetry.switches())
 
     def _emit(self, event: str, summary: JobSummary) -> None:
         emit_event(
