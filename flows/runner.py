@@ -116,7 +116,7 @@ class JobRunner:
 
     def __enter__(self) -> Self:
         self._busy.mark("imports")
-        use_system_allocator()
+        use_system_allocator(keep_large=self.spec.task == "generate")
         self.job: PreparedJob = prepare(self.spec)
         self.model = self._given_model or self._find_model(self.spec)
         # What the model itself makes impossible is found before the output is touched.

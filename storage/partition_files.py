@@ -29,6 +29,8 @@ LOCAL_THREADS = 4
 REMOTE_THREADS = 8
 FEW_FILES = 8
 """Up to so many files are synced one by one, so that nobody waits for what others write."""
+BUFFER_BYTES = 64 << 10
+"""Parquet is written in many small pieces, which are put together here."""
 _WAITING = 4
 """Files that wait for a thread, for each one that is written."""
 
@@ -177,13 +179,17 @@ class _Form(NamedTuple):
             for table in tables:
                 writer.write_table(table, row_group_size=GROUP_ROWS)
 
-    def bytes_of(self, table: pa.Table) -> pa.Buffer:
-        """A whole file. Parquet is written in many small pieces, of which each would be a call."""
+    def write_one(self, file: Any, table: pa.Table) -> None:
+        """A file of one table."""
         is_small = table.num_rows <= SMALL_ROWS and table.nbytes <= SMALL_BYTES
         form = self._replace(options=dict(PLAIN)) if is_small else self
+        form.write(file, [table])
+
+    def bytes_of(self, table: pa.Table) -> bytes:
+        """A file of one table, as a store takes it."""
         sink = pa.BufferOutputStream()
-        form.write(sink, [table])
-        return sink.getvalue()
+        self.write_one(sink, table)
+        return sink.getvalue().to_pybytes()
 
 
 class _Pool:
@@ -231,10 +237,9 @@ class _LocalBatch:
 
     def put(self, name: str, table: pa.Table) -> None:
         draft = self._draft(name)
-        self._pool.submit(lambda: self._write(draft, lambda file: self._put(file, table)))
-
-    def _put(self, file: Any, table: pa.Table) -> None:
-        file.write(self._form.bytes_of(table))
+        self._pool.submit(
+            lambda: self._write(draft, lambda file: self._form.write_one(file, table))
+        )
 
     def stream(self, name: str, groups: Iterator[pa.Table]) -> None:
         num_bytes = self._write(self._draft(name), lambda file: self._form.write(file, groups))
@@ -245,9 +250,9 @@ class _LocalBatch:
         return f"{self._folder}/{len(self._places) - 1:08d}"
 
     def _write(self, draft: str, write: Callable[[Any], None]) -> int:
-        with Path(draft).open("wb") as file:
-            write(file)
-            num_bytes = file.tell()
+        with pa.OSFile(draft, "wb") as file, pa.BufferedOutputStream(file, BUFFER_BYTES) as buffer:
+            write(buffer)
+            num_bytes = buffer.tell()
         if self._each:
             sync_file(Path(draft))
         return num_bytes
@@ -300,7 +305,7 @@ class _RemoteBatch:
         self._pool.submit(lambda: self._put(name, table))
 
     def _put(self, name: str, table: pa.Table) -> int:
-        data = self._form.bytes_of(table).to_pybytes()
+        data = self._form.bytes_of(table)
         self._store.fs.pipe_file(self._store.path(name), data)
         return len(data)
 

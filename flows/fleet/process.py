@@ -41,7 +41,7 @@ def run_worker(connection: Connection, setup: WorkerSetup) -> None:
     from flows.fleet.make_worker import make_worker
     from storage.allocator import use_system_allocator
 
-    use_system_allocator()
+    use_system_allocator(keep_large=setup.spec.task == "generate")
     lock = threading.Lock()
 
     def emit(event: Event) -> None:
