@@ -86,6 +86,7 @@ class Journal:
         self._num_encoded = 0
         self._encoded_from_s, self._encoded_until_s = math.inf, -math.inf
         self._encodes: deque[EncodeSample] = deque(maxlen=MAX_SAMPLES)
+        self._files_of: dict[str, int] = {}  # a worker's last call's
         self._cost_key = cost_key(model_fingerprint, job.spec.task, job.spec.engine)
         self._started_s = clock()
         self._flush_due_s = self._started_s + FLUSH_S
@@ -188,12 +189,15 @@ class Journal:
         """An encode call of a worker."""
         row = call._asdict()
         index, row["num_calls"] = row.pop("shard_index"), row.pop("num_batches")
-        row |= {"shard": index, **self._sizes_of(index), **self._run_id_of(worker)}
+        sizes = self._sizes_of(index)
+        row |= {"shard": index, **sizes, **self._run_id_of(worker)}
         self._tables["encodes"].add(row)
         self._num_encoded += call.num_texts
         self._encoded_from_s = min(self._encoded_from_s, call.started_s)
         self._encoded_until_s = max(self._encoded_until_s, call.started_s + call.elapsed_s)
-        self._encodes.append(EncodeSample(call.num_texts, call.num_tokens, call.interval_s))
+        files, self._files_of[worker] = self._files_of.get(worker, 0), sizes["num_partitions"]
+        sample = EncodeSample(call.num_texts, call.num_tokens, call.interval_s, files)
+        self._encodes.append(sample)
 
     def _sizes_of(self, index: int) -> dict[str, int]:
         """Partitions and vectors of a shard."""

@@ -15,7 +15,7 @@ from flows.survey import Survey, survey
 from schedulers.advice import Advice, Choice, advise
 from schedulers.encode_cost import EncodeCost, predicted_s
 from schedulers.sizes import SizeStats
-from schedulers.superbatch import Thresholds, call_bound, count_calls, num_slices
+from schedulers.superbatch import call_bound, count_calls, num_slices
 
 if TYPE_CHECKING:
     from flows.spec_model import JobSpec
@@ -78,7 +78,7 @@ def plan_encoding(spec: JobSpec) -> EncodePlan:
     stats = SizeStats.of(sizes)
     cost = known_cost(job, model, tokens)
     choice = choose_for(job, model, stats, tokens, cost)
-    num_calls = _num_calls(sizes, choice.thresholds, partitioned=bool(spec.partition_by))
+    num_calls = _num_calls(sizes, choice, partitioned=bool(spec.partition_by))
     return EncodePlan(
         num_rows=num_rows,
         survey=found,
@@ -96,11 +96,11 @@ def plan_encoding(spec: JobSpec) -> EncodePlan:
     )
 
 
-def _num_calls(sizes: Sequence[int], thresholds: Thresholds, *, partitioned: bool) -> int:
+def _num_calls(sizes: Sequence[int], choice: Choice, *, partitioned: bool) -> int:
     """Partitions are gathered; shards of a job without any are encoded one by one, in slices."""
     if partitioned:
-        return count_calls(sizes, thresholds)
-    return sum(num_slices(size, thresholds.max_texts) for size in sizes)
+        return count_calls(sizes, choice.thresholds, first_texts=choice.first_texts)
+    return sum(num_slices(size, choice.thresholds.max_texts) for size in sizes)
 
 
 def _width(model: Model) -> int:
@@ -128,10 +128,10 @@ def encode_plan_lines(plan: EncodePlan) -> Iterator[tuple[str, str]]:
         yield from _partition_lines(plan, plan.advice)
     yield "encode calls", _calls(plan)
     cost, source = plan.cost, "measured here" if plan.measured else "assumed, not measured yet"
-    yield (
-        "cost",
-        f"{cost.call_s * 1e3:.1f} ms a call, {cost.text_s * 1e6:.0f} us a text ({source})",
-    )
+    parts = [f"{cost.call_s * 1e3:.1f} ms a call", f"{cost.text_s * 1e6:.0f} us a text"]
+    if plan.partitioned:
+        parts.append(f"{cost.partition_s * 1e3:.1f} ms a partition")
+    yield "cost", f"{', '.join(parts)} ({source})"
     seconds = predicted_s(cost, plan.stats.total, plan.num_calls, num_partitions=plan.stats.count)
     yield "time (estimate)", duration(seconds)
 

@@ -14,6 +14,8 @@ import duckdb
 import numpy as np
 from numpy.typing import NDArray
 
+from schedulers.encode_cost import EncodeSample
+
 Columns = Mapping[str, NDArray[Any]]
 """A result by columns; nulls are NaN."""
 
@@ -139,10 +141,11 @@ _EVALUATIONS = """
 _CALLS = """
     WITH numbered AS (
         SELECT *, greatest(0, offset_s + started_s - origin_s) AS at_s,
-            row_number() OVER (ORDER BY number, started_s) AS row, count(*) OVER () AS total
+            row_number() OVER (ORDER BY number, started_s) AS row, count(*) OVER () AS total,
+            lag(num_partitions, 1, 0) OVER (PARTITION BY run_id ORDER BY started_s) AS files
         FROM encodes JOIN runs USING (run_id) WHERE num_texts > 0
     )
-    SELECT at_s, num_texts, num_tokens, interval_s FROM numbered
+    SELECT at_s, num_texts, num_tokens, interval_s, files FROM numbered
     WHERE row % ceil(total / $most)::BIGINT = 0 OR row IN (1, total) ORDER BY row
 """
 _CALL_TOTALS = """
@@ -309,10 +312,11 @@ class Telemetry:
         """
         return self.columns(_CALLS, most=MAX_CALLS)
 
-    def encode_samples(self) -> list[tuple[int, int, float]]:
-        """Texts, tokens and seconds of calls, to fit their cost to."""
+    def encode_samples(self) -> list[EncodeSample]:
+        """Calls, to fit their cost to."""
         found = self.rows(_CALLS, most=MAX_SAMPLES)
-        return [(call["num_texts"], call["num_tokens"], call["interval_s"]) for call in found]
+        names = ("num_texts", "num_tokens", "interval_s", "files")
+        return [EncodeSample(*(call[name] for name in names)) for call in found]
 
     def encode_totals(self) -> dict[str, Any]:
         """Encode calls added up."""

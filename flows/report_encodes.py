@@ -10,12 +10,15 @@ import numpy as np
 
 from flows.report_data import Telemetry
 from schedulers.advice import Advice, advise
-from schedulers.encode_cost import EncodeFit, EncodeSample, fit_encode
+from schedulers.encode_cost import EncodeFit, fit_encode
 from schedulers.sizes import SizeStats
 from schedulers.superbatch import Thresholds
 from storage.objects import ObjectStore
 from storage.partitions import PartitionPlan
 from storage.record import JobRecord
+
+SHOWN_S = 1e-6
+"""Seconds below which a part of a cost is not shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +58,7 @@ def encode_facts(record: JobRecord, store: ObjectStore, telemetry: Telemetry) ->
     shard_rows = np.array([shard.num_rows for shard in record.shards], np.int64)
     max_texts = record.max_texts or int(shard_rows.max(initial=1))
     calls = np.maximum(1, -(-shard_rows // max_texts))
-    fit = fit_encode(EncodeSample(*call) for call in telemetry.encode_samples())
+    fit = fit_encode(telemetry.encode_samples())
     facts = EncodeFacts(
         num_shards=len(shard_rows),
         num_calls=int(calls.sum()),

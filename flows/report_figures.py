@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from flows.report_axis import PHASE_COLOURS, Axis, legend, over_time
 from flows.report_data import Columns
-from flows.report_encodes import EncodeFacts
+from flows.report_encodes import SHOWN_S, EncodeFacts
 from flows.report_svg import INK, MUTED, Drawing
 from schedulers.encode_cost import EncodeFit
 from schedulers.lengths import Hazard
@@ -251,8 +251,11 @@ def _seconds_of_calls(axes: Axes, calls: Columns, fit: EncodeFit | None) -> None
     if fit is not None:
         cost = fit.cost
         ends = np.array([0.0, float(np.max(calls["num_texts"], initial=1.0))])
-        axes.plot(ends, cost.call_s + cost.text_s * ends, color=INK)
-        handles.append(Line2D([], [], color=INK, label="c + t n" if fit.is_identified else "t n"))
+        files_s = cost.partition_s * float(np.mean(calls["files"])) if len(calls["files"]) else 0.0
+        axes.plot(ends, cost.call_s + files_s + cost.text_s * ends, color=INK)
+        label = "c + t n" if fit.is_identified else "t n"
+        label += ", and f for the mean number of files" if files_s >= SHOWN_S else ""
+        handles.append(Line2D([], [], color=INK, label=label))
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_formatter(FuncFormatter(_short))

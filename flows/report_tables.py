@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flows.report_data import Telemetry
-from flows.report_encodes import EncodeFacts
+from flows.report_encodes import SHOWN_S, EncodeFacts
 from flows.summary import counted, duration, ordered, size_text
 from schedulers.encode_cost import EncodeFit
 from storage.status import JobStatus
@@ -167,6 +167,8 @@ def _fit_rows(fit: EncodeFit | None) -> list[tuple[str, str, str]]:
         return []
     text = _short_time(fit.cost.text_s)
     rows = [("t", text, f"per text of {fit.mean_tokens:,.1f} tokens, the mean")]
+    if fit.partition_s >= SHOWN_S:
+        rows.append(("f", _short_time(fit.partition_s), "per partition's file"))
     if fit.is_identified:
         error = f"per call, give or take {_short_time(fit.call_error_s)}"
         rows = [("c", _short_time(fit.call_s), error), *rows]

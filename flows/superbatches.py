@@ -17,7 +17,6 @@ from schedulers.sizes import SizeStats, expected_calls
 from schedulers.superbatch import (
     Superbatch,
     Thresholds,
-    count_calls,
     form_superbatches,
     resident_bound,
 )
@@ -150,8 +149,8 @@ def plan_superbatches(
     """
     sizes: Sequence[int] = found.num_rows.tolist()
     stats = SizeStats.of(sizes)
-    batches = list(form_superbatches(sizes, choice.thresholds))
-    num_calls = count_calls(sizes, choice.thresholds)
+    batches = list(form_superbatches(sizes, choice.thresholds, first_texts=choice.first_texts))
+    num_calls = sum(batch.num_slices for batch in batches)
     return SuperbatchPlan(
         planned=plan_partitions(dataset, found, map(_bounds, batches), cost=token_cost),
         choice=choice,

@@ -13,7 +13,9 @@ from schedulers.encode_cost import EncodeCost, alpha, break_even, phi, saved_sha
 from schedulers.sizes import SizeStats, expected_calls
 from schedulers.superbatch import MAX_TO_MIN, Thresholds, call_bound, resident_bound
 
-SMALLEST_MAX = 4096
+FIRST_SHARE = 64
+"""The first superbatch takes so much less than B_min: six calls more tell what a call costs."""
+SMALLEST_MAX = 1024
 """Texts up to which partitions are kept whole where memory and time allow, however cheap calls are:
 a slice should keep a device busy."""
 
@@ -27,6 +29,7 @@ class Choice(NamedTuple):
         call_share: of the calls' fixed cost in all time, expected.
         resident_texts: that are never exceeded in memory.
         reasons: one sentence for each bound that decided.
+        first_texts: that close the first superbatch (`form_superbatches`); None: as all others.
     """
 
     thresholds: Thresholds
@@ -34,6 +37,7 @@ class Choice(NamedTuple):
     call_share: float
     resident_texts: int
     reasons: tuple[str, ...]
+    first_texts: int | None = None
 
 
 def choose_thresholds(
@@ -85,7 +89,8 @@ def choose_thresholds(
     elif useful > cap and spent_s > overhead * rest_s:
         reasons = (*reasons, f"With calls no larger than that they take {share:.1%}.")
     resident = resident_bound(thresholds, stats.largest, queue_depth)
-    return Choice(thresholds, num_calls, share, resident, reasons)
+    first_texts = max(1, thresholds.min_texts // FIRST_SHARE)
+    return Choice(thresholds, num_calls, share, resident, reasons, first_texts)
 
 
 def _rest_s(cost: EncodeCost, stats: SizeStats) -> float:

@@ -18,7 +18,7 @@ speed-ups are too large where much of c stays.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isfinite, nan
 from typing import NamedTuple
 
@@ -37,6 +37,7 @@ class EncodeCost:
         text_s: t, seconds per text.
         partition_s: f, seconds per partition that no batching saves and no queue hides.
         mean_tokens: of a text, to which `text_s` belongs.
+        call_error_s: standard error of `call_s`; 0: it was not measured.
 
     Raises:
         ValueError: one is negative or not finite, or `mean_tokens` is not above 0.
@@ -46,9 +47,12 @@ class EncodeCost:
     text_s: float
     partition_s: float = 0.0
     mean_tokens: float = 1.0
+    call_error_s: float = 0.0
 
     def __post_init__(self) -> None:
-        values = (self.call_s, self.text_s, self.partition_s, self.mean_tokens)
+        values = (
+            self.call_s, self.text_s, self.partition_s, self.mean_tokens, self.call_error_s,
+        )  # fmt: skip
         if not all(isfinite(value) and value >= 0 for value in values) or not self.mean_tokens:
             raise ValueError(f"{self} is no cost; seconds are at least 0, and texts have tokens")
 
@@ -66,7 +70,7 @@ class EncodeCost:
 
     def at_length(self, mean_tokens: float) -> EncodeCost:
         """The same for texts of another mean length."""
-        return EncodeCost(self.call_s, self.token_s * mean_tokens, self.partition_s, mean_tokens)
+        return replace(self, text_s=self.token_s * mean_tokens, mean_tokens=mean_tokens)
 
     def call_of(self, num_texts: float, num_tokens: float | None = None) -> float:
         """Predicted seconds of one encode call, without its partitions' own.
@@ -129,11 +133,19 @@ def speed_up(cost: EncodeCost, stats: SizeStats, num_calls: float) -> float:
 
 
 class EncodeSample(NamedTuple):
-    """A measured encode call."""
+    """A measured encode call.
+
+    Attributes:
+        num_texts: of it.
+        num_tokens: of its texts.
+        elapsed_s: until the call behind it could begin.
+        num_partitions: whose files were written meanwhile: those of the call before.
+    """
 
     num_texts: int
     num_tokens: int
     elapsed_s: float
+    num_partitions: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +155,7 @@ class EncodeFit:
     Attributes:
         call_s: c, seconds per call.
         token_s: seconds per token.
+        partition_s: f, seconds per partition.
         mean_tokens: of the measured texts.
         call_error_s: standard error of c; NaN where it was not fitted.
         error: median distance of a measured call from the fit, as a share of it.
@@ -155,6 +168,7 @@ class EncodeFit:
 
     call_s: float
     token_s: float
+    partition_s: float
     mean_tokens: float
     call_error_s: float
     error: float
@@ -165,10 +179,14 @@ class EncodeFit:
 
     @property
     def cost(self) -> EncodeCost:
-        """For texts as long as the measured ones, without files."""
-        return EncodeCost.of_tokens(
-            call_s=self.call_s, token_s=self.token_s, mean_tokens=self.mean_tokens
+        """For texts as long as the measured ones."""
+        cost = EncodeCost.of_tokens(
+            call_s=self.call_s,
+            token_s=self.token_s,
+            mean_tokens=self.mean_tokens,
+            partition_s=self.partition_s,
         )
+        return replace(cost, call_error_s=self.call_error_s) if self.is_identified else cost
 
 
 MIN_SAMPLES = 4
@@ -181,20 +199,22 @@ MAX_ERROR = 0.3
 """Most `EncodeFit.error` of calls that follow the model."""
 SMALL_CALL_ERROR = 0.05
 """A standard error of c that does not matter, in the smallest call."""
+FILE_SAMPLES = 8
+"""Calls that tell f, too."""
+MAX_CORRELATION = 0.95
+"""Of files and tokens, above which either could have taken the time."""
+FORGETTING = 1.2
+"""Times that the standard error of an earlier c counts: machines change slowly."""
+WELL_KNOWN = 0.1
+"""Standard error of c, in c, at which it can say that the machine has changed at once."""
 NOISE_FLOOR = 0.1
 """Relative distance from the fit that is no outlier, however well the others lie on it."""
-
-
-def fit_cost(samples: Iterable[EncodeSample]) -> EncodeCost | None:
-    """The cost at the samples' mean length; None where they do not tell c from t."""
-    fit = fit_encode(samples)
-    return fit.cost if fit is not None and fit.is_identified else None
 
 
 def fit_encode(
     samples: Iterable[EncodeSample], *, earlier: EncodeCost | None = None
 ) -> EncodeFit | None:
-    """c and the seconds of a token, from measured calls; None without any.
+    """c, the seconds of a token and f, from measured calls; None without any.
 
     Non-negative least squares of relative distances, as noise grows with the call. The first are
     relative to the measured times, where a slow call counts as no more than one that took no time;
@@ -203,27 +223,32 @@ def fit_encode(
 
     Args:
         samples: those without tokens or time are not looked at.
-        earlier: a cost of this encoder and device, for c where the samples do not tell it: then
-            they say by how much the machine is slower or faster than it was.
+        earlier: a cost of this encoder and device. Where the samples do not tell c, it is that,
+            scaled by how much slower or faster the machine is now; where they do, it is the mean of
+            the two by how well each is known, so that large calls, which say little of c, do not
+            make it drift. The same f where the samples do not tell that.
     """
     kept = [item for item in samples if item.num_tokens > 0 and item.elapsed_s > 0]
     if not kept:
         return None
-    data = _Data.of(kept)
+    data = _Data.of(kept, 0.0 if earlier is None else earlier.partition_s)
     solution, good = _robust(data)
-    call_s, token_s = solution
     call_error_s = _call_error(data, solution, good)
     note = _unidentified(data, good, solution, call_error_s)
     if note:
-        call_s, token_s = _assumed(data, earlier)
+        solution = _assumed(data, earlier)
         call_error_s = nan
         good = np.ones(len(kept), bool)
+    elif earlier is not None and earlier.call_error_s:
+        call_s, call_error_s = _pooled(float(solution[0]), call_error_s, earlier)
+        solution = data.solve(good.astype(float), _predicted(data, solution), call_s=call_s)
     return EncodeFit(
-        call_s=call_s,
-        token_s=token_s,
+        call_s=float(solution[0]),
+        token_s=float(solution[1]),
+        partition_s=float(solution[2]),
         mean_tokens=float(data.tokens.sum() / max(1, sum(item.num_texts for item in kept))),
         call_error_s=call_error_s,
-        error=_median_error(data, good, (call_s, token_s)),
+        error=_median_error(data, good, solution),
         num_samples=int(good.sum()),
         num_outliers=int((~good).sum()),
         is_identified=not note,
@@ -232,29 +257,50 @@ def fit_encode(
 
 
 class _Data(NamedTuple):
-    """Columns of the samples, one entry each.
+    """Columns of the samples, one entry each. A solution is (c, seconds of a token, f).
 
     Attributes:
+        terms: what c, tokens and f are multiplied with, (samples, 3).
+        elapsed_s: of the calls.
         octave: class of size: powers of two of the tokens.
+        partition_s: f, where the samples do not tell it; None: they do.
     """
 
-    tokens: np.ndarray
+    terms: np.ndarray
     elapsed_s: np.ndarray
     octave: np.ndarray
+    partition_s: float | None
 
     @classmethod
-    def of(cls, samples: Sequence[EncodeSample]) -> _Data:
+    def of(cls, samples: Sequence[EncodeSample], partition_s: float) -> _Data:
+        tokens = np.array([item.num_tokens for item in samples], float)
+        files = np.array([item.num_partitions for item in samples], float)
         return cls(
-            np.array([item.num_tokens for item in samples], float),
+            np.stack([np.ones_like(tokens), tokens, files], axis=1),
             np.array([item.elapsed_s for item in samples]),
             np.array([item.num_tokens.bit_length() for item in samples]),
+            None if _tell_files(tokens, files) else partition_s,
         )
 
-    def solve(self, weight: np.ndarray, scale_s: np.ndarray) -> np.ndarray:
-        """(c, seconds of a token) by weighted least squares of distances in `scale_s`."""
+    @property
+    def tokens(self) -> np.ndarray:
+        return self.terms[:, 1]
+
+    @property
+    def num_free(self) -> int:
+        """Numbers of a solution that are fitted."""
+        return 3 if self.partition_s is None else 2
+
+    def solve(
+        self, weight: np.ndarray, scale_s: np.ndarray, *, call_s: float | None = None
+    ) -> np.ndarray:
+        """A solution, by weighted least squares of distances in `scale_s`; with `call_s` the c."""
+        given = np.array([call_s or 0.0, 0.0, self.partition_s or 0.0])
+        free = slice(0 if call_s is None else 1, self.num_free)
         factor = np.sqrt(weight) / scale_s
-        x = np.stack([np.ones_like(self.tokens), self.tokens], axis=1)
-        return non_negative_fit(x * factor[:, None], self.elapsed_s * factor)
+        rest_s = self.elapsed_s - self.terms @ given
+        given[free] = non_negative_fit(self.terms[:, free] * factor[:, None], rest_s * factor)
+        return given
 
     def usual_distance(self, distance: np.ndarray) -> float:
         """The median over classes of size of their medians. Small calls are noisier: measured by
@@ -264,7 +310,16 @@ class _Data(NamedTuple):
         return float(np.median([np.median(distance[self.octave == one]) for one in classes]))
 
 
-def _robust(data: _Data) -> tuple[tuple[float, float], np.ndarray]:
+def _tell_files(tokens: np.ndarray, files: np.ndarray) -> bool:
+    """Whether calls differ enough in their files to tell f from c and from the tokens."""
+    if len(files) < FILE_SAMPLES or files.max() < MIN_SPREAD * max(1.0, files.min()):
+        return False
+    centred = (files - files.mean(), tokens - tokens.mean())
+    spread = float(np.linalg.norm(centred[0]) * np.linalg.norm(centred[1]))
+    return not spread or abs(float(centred[0] @ centred[1])) < MAX_CORRELATION * spread
+
+
+def _robust(data: _Data) -> tuple[np.ndarray, np.ndarray]:
     """The solution, and which samples it is of."""
     good, limit = np.ones(len(data.tokens), bool), inf
     solution = data.solve(good.astype(float), data.elapsed_s)
@@ -275,38 +330,49 @@ def _robust(data: _Data) -> tuple[tuple[float, float], np.ndarray]:
         limit = min(limit, max(NOISE_FLOOR, 3 * 1.4826 * data.usual_distance(distance)))
         good = distance <= limit
         solution = data.solve(good.astype(float), predicted)
-    return (float(solution[0]), float(solution[1])), good
+    return solution, good
 
 
 def _predicted(data: _Data, solution: np.ndarray) -> np.ndarray:
-    return np.maximum(solution[0] + solution[1] * data.tokens, 1e-12)
+    return np.maximum(data.terms @ solution, 1e-12)
 
 
-def _call_error(data: _Data, solution: tuple[float, float], good: np.ndarray) -> float:
+def _call_error(data: _Data, solution: np.ndarray, good: np.ndarray) -> float:
     """Standard error of c, from the distances of the samples that were fitted to."""
-    tokens = data.tokens[good]
-    if len(tokens) <= 2 or tokens.min() == tokens.max():
+    terms = data.terms[good, : data.num_free]
+    if len(terms) <= data.num_free or terms[:, 1].min() == terms[:, 1].max():
         return inf
-    predicted = solution[0] + solution[1] * tokens
-    # Tokens in those of the largest call, as they are many orders of magnitude above seconds.
-    x = np.stack([1 / predicted, tokens / tokens.max() / predicted], axis=1)
+    predicted = _predicted(data, solution)[good]
+    # All in those of the largest call, as they are many orders of magnitude above seconds.
+    x = terms / np.maximum(terms.max(axis=0), 1.0) / predicted[:, None]
     distance = data.elapsed_s[good] / predicted - 1
     inverse = np.linalg.pinv(x.T @ x)
     # Each call's own noise (White's form), as it differs between sizes.
     noise = (x * distance[:, None]).T @ (x * distance[:, None])
-    variance = (inverse @ noise @ inverse)[0, 0] * len(tokens) / (len(tokens) - 2)
+    variance = (inverse @ noise @ inverse)[0, 0] * len(terms) / (len(terms) - data.num_free)
     return float(np.sqrt(max(0.0, variance)))
 
 
-def _median_error(data: _Data, good: np.ndarray, solution: tuple[float, float]) -> float:
+def _pooled(call_s: float, error_s: float, earlier: EncodeCost) -> tuple[float, float]:
+    """c and its standard error, from a measured and an earlier one; the measured one alone where it
+    is well known and something has changed.
+    """
+    before_s = FORGETTING * earlier.call_error_s
+    changed = abs(call_s - earlier.call_s) > 3 * float(np.hypot(error_s, before_s))
+    if not error_s or (changed and error_s <= WELL_KNOWN * call_s):
+        return call_s, error_s
+    weight, before = 1 / error_s**2, 1 / before_s**2
+    pooled = (weight * call_s + before * earlier.call_s) / (weight + before)
+    return pooled, (weight + before) ** -0.5
+
+
+def _median_error(data: _Data, good: np.ndarray, solution: np.ndarray) -> float:
     """Of the distances of a solution, relative to it."""
-    predicted = solution[0] + solution[1] * data.tokens[good]
+    predicted = _predicted(data, solution)[good]
     return float(np.median(np.abs(data.elapsed_s[good] / predicted - 1)))
 
 
-def _unidentified(
-    data: _Data, good: np.ndarray, solution: tuple[float, float], call_error_s: float
-) -> str:
+def _unidentified(data: _Data, good: np.ndarray, solution: np.ndarray, call_error_s: float) -> str:
     """Why the samples do not tell c from t; empty if they do."""
     tokens, call_s = data.tokens[good], solution[0]
     if len(tokens) < MIN_SAMPLES:
@@ -330,12 +396,11 @@ def _unidentified(
     return ""
 
 
-def _assumed(data: _Data, earlier: EncodeCost | None) -> tuple[float, float]:
-    """Where c is not known: that of an earlier cost, scaled by how fast the machine is today; else
-    none.
+def _assumed(data: _Data, earlier: EncodeCost | None) -> np.ndarray:
+    """Where c is not known: an earlier cost, scaled by how fast the machine is today; else all is
+    the tokens'.
     """
     if earlier is None or not (earlier.call_s or earlier.text_s):
-        return 0.0, float(np.median(data.elapsed_s / data.tokens))
-    before_s = earlier.call_s + earlier.token_s * data.tokens
-    drift = float(np.median(data.elapsed_s / before_s))
-    return earlier.call_s * drift, earlier.token_s * drift
+        return np.array([0.0, float(np.median(data.elapsed_s / data.tokens)), 0.0])
+    before = np.array([earlier.call_s, earlier.token_s, earlier.partition_s])
+    return before * float(np.median(data.elapsed_s / _predicted(data, before)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import repeat
-from math import ceil, exp, log, log2, sqrt
+from math import ceil, exp, log2, sqrt
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -63,13 +63,6 @@ class SizeStats:
     def mean(self) -> float:
         """n_bar; 0 without partitions."""
         return self.total / self.count if self.count else 0.0
-
-    @property
-    def mean_excess(self) -> float:
-        """n_bar (1 + CV^2) / 2: by how much a superbatch exceeds `min_texts` on average, where
-        that is far above the sizes.
-        """
-        return self.mean * (1 + self.cv**2) / 2
 
     def share_below(self, size: float) -> float:
         """Share of the partitions that are smaller, to the width of a class."""
@@ -126,22 +119,7 @@ def _variation(count: int, total: int, squares: int) -> float:
     return sqrt(count * squares - total * total) / total if total else 0.0
 
 
-def lognormal_sigma(cv: float) -> float:
-    """Of the lognormal distribution with that coefficient of variation."""
-    return sqrt(log(1 + cv * cv))
-
-
 # -- calls --
-
-
-def renewal_calls(stats: SizeStats, thresholds: Thresholds) -> float:
-    """K ~ N / (B_min + n_bar (1 + CV^2) / 2), at least 1: the published form.
-
-    Renewal theory for an order that is independent of size and without the upper threshold. It is
-    the limit for B_min far above n_bar (1 + CV^2): there within 3 % of `expected_calls`. With heavy
-    tails and a B_min of the order of that or below, it says several times too few.
-    """
-    return max(1.0, stats.total / (thresholds.min_texts + stats.mean_excess)) if stats.count else 0
 
 
 LEVELS = 128

@@ -13,6 +13,10 @@ With q calls' texts in memory beside those of the call that is encoded, no more 
 The number of calls. Where B_max >= 3 B_min, it is at most N / B_min + 1 in any order: what is
 flushed early and the partition that did not fit beside it fill their calls by B_min on average,
 slices included.
+
+The start. The first superbatches may be closed by fewer texts, twice as many with each, until it
+takes B_min: results come at once, and calls of all sizes tell their fixed cost from that of texts,
+for log2(B_min / first) calls more.
 """
 
 from __future__ import annotations
@@ -68,15 +72,26 @@ class Superbatch(NamedTuple):
         return self.stop - self.first
 
 
-def form_superbatches(sizes: Iterable[int], thresholds: Thresholds) -> Iterator[Superbatch]:
+def form_superbatches(
+    sizes: Iterable[int], thresholds: Thresholds, *, first_texts: int | None = None
+) -> Iterator[Superbatch]:
     """Partitions of these sizes as superbatches, in their order; each partition is in one.
 
     A stream: a superbatch comes as soon as it holds `min_texts`, or else when the next partition
     does not fit beside it or there is none. The sizes behind that one play no part.
 
+    Args:
+        sizes: texts of each partition.
+        thresholds: that close a superbatch.
+        first_texts: that close the first one, twice as many the next, and so on up to `min_texts`;
+            None: `min_texts` close all.
+
     Raises:
-        ValueError: a size is negative.
+        ValueError: a size is negative, or `first_texts` is not above 0.
     """
+    if first_texts is not None and first_texts < 1:
+        raise ValueError(f"a superbatch of {first_texts} texts cannot be formed; 1 is the least")
+    enough = min(first_texts or thresholds.min_texts, thresholds.min_texts)
     first = stop = num_texts = 0
     for size in sizes:
         if size < 0:
@@ -86,9 +101,10 @@ def form_superbatches(sizes: Iterable[int], thresholds: Thresholds) -> Iterator[
             first, num_texts = stop, 0
         stop += 1
         num_texts += size
-        if num_texts >= thresholds.min_texts:
+        if num_texts >= enough:
             yield Superbatch(first, stop, num_texts, num_slices(num_texts, thresholds.max_texts))
             first, num_texts = stop, 0
+            enough = min(2 * enough, thresholds.min_texts)
     if stop > first:
         yield Superbatch(first, stop, num_texts)
 
@@ -110,9 +126,12 @@ def slices(num_texts: int, max_texts: int) -> Iterator[tuple[int, int]]:
         start = stop
 
 
-def count_calls(sizes: Iterable[int], thresholds: Thresholds) -> int:
+def count_calls(
+    sizes: Iterable[int], thresholds: Thresholds, *, first_texts: int | None = None
+) -> int:
     """K: the encode calls of these partitions in this order, exactly."""
-    return sum(item.num_slices for item in form_superbatches(sizes, thresholds))
+    formed = form_superbatches(sizes, thresholds, first_texts=first_texts)
+    return sum(item.num_slices for item in formed)
 
 
 # -- memory --

@@ -16,7 +16,7 @@ from storage.objects import ObjectStore
 from storage.results import ResultColumns
 
 GROUP_ROWS = 16384
-GROUP_BYTES = 32 << 20
+GROUP_BYTES = 8 << 20
 """A row group of a result file is closed at the first of these two."""
 READ_BYTES = 1 << 20
 """A part is read in batches of about this size, as many parts may be open at a time."""

@@ -36,9 +36,9 @@ from storage.source import Dataset, open_dataset
 
 GROUPED = "_input"
 FILE_ROWS = 64 * GROUP_ROWS
-FILE_BYTES = 8 * GROUP_BYTES
+FILE_BYTES = 32 * GROUP_BYTES
 """A file of the grouped input is closed at the first of these two."""
-GATHER_BYTES = GROUP_BYTES // 4
+GATHER_BYTES = GROUP_BYTES
 """A row group of the grouped input is of this size, or of `GROUP_ROWS`."""
 MIN_MEMORY_BYTES = 64 << 20
 """DuckDB cannot sort in less."""

@@ -8,6 +8,7 @@ each of those is held. Where a row is in several sources, the last one counts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from storage.errors import LedgerError
 
 ORDINAL = "__ordinal"
 """Position within the shard; in checkpoint parts only."""
-WINDOW_ROWS = 16384
+WINDOW_ROWS = 2048
 
 
 class SortedRows(NamedTuple):
@@ -64,14 +65,23 @@ def merged(sources: Sequence[SortedRows], *, window_rows: int = WINDOW_ROWS) -> 
         last = max(source.last for source in sources)
         while stop <= last:
             stop = _next_stop(sources, stop, window_rows)
-            found = [pieces for head in heads if (pieces := head.take_below(stop))]
-            if len(found) == 1:
-                yield from found[0]
-            elif found:
-                yield last_of_each(pa.concat_tables([piece for some in found for piece in some]))
+            pieces = [piece for head in heads for piece in head.take_below(stop)]
+            in_turn = sorted(pieces, key=_first)
+            if all(_last(one) < _first(other) for one, other in pairwise(in_turn)):
+                yield from in_turn
+            else:
+                yield last_of_each(pa.concat_tables(pieces))
     finally:
         for head in heads:
             head.close()
+
+
+def _first(table: pa.Table) -> int:
+    return table.column(ORDINAL)[0].as_py()
+
+
+def _last(table: pa.Table) -> int:
+    return table.column(ORDINAL)[-1].as_py()
 
 
 def _next_stop(sources: Sequence[SortedRows], start: int, window_rows: int) -> int:

@@ -342,3 +342,35 @@ def test_impossible_thresholds_are_refused(low: int, high: int) -> None:
 def test_a_negative_size_is_refused() -> None:
     with pytest.raises(ValueError, match="partition 1 has -3 texts"):
         list(form_superbatches([4, -3], Thresholds(10, 20)))
+
+
+# -- the start --
+
+
+@settings(deadline=None)
+@given(sizes=SIZES, limits=thresholds(), first_texts=st.integers(1, 60))
+def test_the_first_superbatches_grow_until_they_are_as_all_others(
+    sizes: list[int], limits: Thresholds, first_texts: int
+) -> None:
+    made = list(form_superbatches(sizes, limits, first_texts=first_texts))
+    assert [item.first for item in made] == [0, *(item.stop for item in made[:-1])][: len(made)]
+    assert (made[-1].stop if made else 0) == len(sizes)
+    enough = min(first_texts, limits.min_texts)
+    for item, after in pairwise(made):
+        if item.num_texts < enough:  # the next partition did not fit beside it
+            assert item.num_texts + sizes[after.first] > limits.max_texts
+        # Without its last partition it was not enough.
+        assert sum(sizes[item.first : item.stop - 1]) < enough
+        if item.num_texts >= enough:
+            enough = min(2 * enough, limits.min_texts)
+    num_calls = count_calls(sizes, limits, first_texts=first_texts)
+    assert num_calls == sum(item.num_slices for item in made)
+
+
+def test_a_start_costs_a_call_for_each_doubling() -> None:
+    limits = Thresholds(640, 2000)
+    made = list(form_superbatches([1] * 100_000, limits, first_texts=10))
+    assert [item.num_texts for item in made[:8]] == [10, 20, 40, 80, 160, 320, 640, 640]
+    assert len(made) - count_calls([1] * 100_000, limits) <= 6
+    with pytest.raises(ValueError, match="0 texts"):
+        list(form_superbatches([1], limits, first_texts=0))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from math import exp, inf, isnan
 from statistics import fmean
 
@@ -15,7 +17,6 @@ from schedulers.encode_cost import (
     EncodeSample,
     alpha,
     break_even,
-    fit_cost,
     fit_encode,
     phi,
     predicted_s,
@@ -196,7 +197,6 @@ def test_the_fit_finds_the_cost(call_s: float, token_s: float, outliers: float, 
     assert fit.num_outliers >= 0.6 * outliers * count
     assert fit.error < 0.05
     assert abs(fit.call_s - call_s) < 4 * fit.call_error_s
-    assert fit_cost(samples) == fit.cost
 
 
 @pytest.mark.parametrize(("call_s", "token_s"), COSTS)
@@ -240,7 +240,6 @@ def test_equal_calls_do_not_tell_their_fixed_cost_and_no_gain_is_claimed() -> No
     # The time of such calls is right all the same.
     assert fit.cost.call_of(100, 1200) == pytest.approx(0.05 + 0.12, rel=0.05)
     assert phi(fit.cost, EQUAL) == 0
-    assert fit_cost(samples) is None
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -250,7 +249,6 @@ def test_few_calls_do_not_tell_it_either(count: int) -> None:
     assert fit is not None
     assert not fit.is_identified
     assert "too few" in fit.note
-    assert fit_cost(samples) is None
 
 
 def test_large_noisy_calls_do_not_tell_a_small_fixed_cost() -> None:
@@ -272,7 +270,6 @@ def test_a_machine_too_busy_to_measure_is_said() -> None:
     assert fit is not None
     assert not fit.is_identified
     assert "busy" in fit.note
-    assert fit_cost(samples) is None
 
 
 def test_a_fixed_cost_near_nothing_is_known_where_calls_are_small() -> None:
@@ -299,7 +296,6 @@ def test_an_earlier_cost_tells_c_where_the_calls_do_not() -> None:
 
 def test_no_calls_and_empty_ones() -> None:
     assert fit_encode([]) is None
-    assert fit_cost([]) is None
     assert fit_encode([EncodeSample(0, 0, 0.1), EncodeSample(3, 10, 0.0)]) is None
     samples = measured(0.05, 1e-4, lognormal_sizes(50))
     assert fit_encode([*samples, EncodeSample(4, 0, 9.0)]) == fit_encode(samples)
@@ -327,10 +323,85 @@ def test_times_of_a_whole_job_are_predicted_from_a_few_of_its_calls() -> None:
     sizes = lognormal_sizes(4000)
     calls = measured(0.02, 1e-5, sizes, outliers=0.05)
     large = measured(0.02, 1e-5, [20_000] * 10, seed=9)
-    cost = fit_cost(calls[:100] + large)
-    assert cost is not None
+    fit = fit_encode(calls[:100] + large)
+    assert fit is not None
+    cost = fit.cost
     stats = SizeStats.of(sizes)
     true_s = sum(0.02 + 1e-5 * item.num_tokens for item in calls)
     assert predicted_s(cost, stats.total, len(sizes)) == pytest.approx(true_s, rel=0.05)
     few_s = 12 * 0.02 + sum(1e-5 * item.num_tokens for item in calls)
     assert predicted_s(cost, stats.total, 12) == pytest.approx(few_s, rel=0.05)
+
+
+# -- files --
+
+
+def with_files(
+    cost: EncodeCost, sizes: list[tuple[int, int]], *, noise: float = 0.02, seed: int = 0
+) -> list[EncodeSample]:
+    """Calls of (texts, files of the call before) at that cost, with relative noise."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for num_texts, files in sizes:
+        elapsed_s = cost.call_of(num_texts) + files * cost.partition_s
+        elapsed_s *= float(np.exp(noise * rng.normal()))
+        made.append(EncodeSample(num_texts, 12 * num_texts, elapsed_s, files))
+    return made
+
+
+def superbatches(count: int, seed: int = 0) -> list[tuple[int, int]]:
+    """Small ones first, then of a thousand texts in any number of partitions."""
+    rng = np.random.default_rng(seed)
+    ramp = [(16 << step, 1 + step) for step in range(6)]
+    return ramp + [(int(rng.integers(1000, 1400)), int(rng.integers(1, 80))) for _ in range(count)]
+
+
+FILES = EncodeCost(8e-3, 8e-4, partition_s=2e-3, mean_tokens=12)
+
+
+def test_files_are_told_from_calls_and_texts() -> None:
+    fit = fit_encode(with_files(FILES, superbatches(100)))
+    assert fit is not None and fit.is_identified
+    assert fit.partition_s == pytest.approx(FILES.partition_s, rel=0.05)
+    assert fit.call_s == pytest.approx(FILES.call_s, rel=0.1)
+    assert fit.cost.text_s == pytest.approx(FILES.text_s, rel=0.01)
+    assert abs(fit.call_s - FILES.call_s) < 4 * fit.call_error_s
+
+
+@pytest.mark.parametrize("files", [lambda _: 1, lambda texts: 1 + texts // 20])
+def test_files_that_go_with_calls_or_texts_cost_what_they_did(files: Callable[[int], int]) -> None:
+    """One for each call, or as many as there are texts: then either could have taken the time."""
+    sizes = [(texts, files(texts)) for texts in (10, 40, 160, 640, 2560)] * 4
+    fit = fit_encode(with_files(FILES, sizes), earlier=FILES)
+    assert fit is not None and fit.is_identified
+    assert fit.partition_s == FILES.partition_s
+    assert fit.call_s == pytest.approx(FILES.call_s, rel=0.1)
+    alone = fit_encode(with_files(FILES, sizes))
+    assert alone is not None
+    assert alone.partition_s == 0
+
+
+def test_large_calls_do_not_make_a_known_fixed_cost_drift() -> None:
+    """Twenty jobs of nothing but large calls, each of which by itself says anything."""
+    first = fit_encode(with_files(FILES, superbatches(100)))
+    assert first is not None
+    cost, alone = first.cost, []
+    for seed in range(20):
+        sizes = [(texts, 1) for texts in (4000, 9000, 13_000, 18_000, 11_000, 7000)]
+        samples = with_files(FILES, sizes, seed=seed)
+        fit, other = fit_encode(samples, earlier=cost), fit_encode(samples)
+        assert fit is not None and other is not None
+        cost, alone = fit.cost, [*alone, other.call_s]
+    assert cost.call_s == pytest.approx(FILES.call_s, rel=0.25)
+    assert max(alone) > 5 * FILES.call_s
+
+
+def test_a_call_that_has_become_dearer_is_learnt() -> None:
+    before = fit_encode(with_files(FILES, superbatches(100)))
+    assert before is not None
+    cost, now = before.cost, replace(FILES, call_s=4 * FILES.call_s)
+    for seed in range(4):
+        fit = fit_encode(with_files(now, superbatches(100), seed=seed), earlier=cost)
+        assert fit is not None
+        cost = fit.cost
+    assert cost.call_s == pytest.approx(now.call_s, rel=0.1)
