@@ -31,7 +31,7 @@ def use_system_allocator(*, keep_large: bool = True) -> None:
         keep_large: buffers of more than `LARGE_BYTES` are kept for the next ones when they are
             freed; False: they go back to the system at once.
     """
-    pa.set_memory_pool(pa.system_memory_pool())
+    pa.set_memory_pool(pa.system_memory_pool())  # where Arrow was loaded before `storage`
     _tune(_M_ARENA_MAX, ARENAS)
     if not keep_large:
         _tune(_M_MMAP_THRESHOLD, LARGE_BYTES)
