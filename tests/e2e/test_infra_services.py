@@ -127,14 +127,17 @@ def pool_type(server: ComposedPrefect, name: str) -> str:
     return answer.json()["type"]
 
 
-def wait_until_online(server: ComposedPrefect, pool: str) -> None:
-    """Until the pool's Prefect worker has reported: a signal that comes while it is still setting
-    itself up is lost now and then.
+def wait_until_polling(server: ComposedPrefect, pool: str) -> None:
+    """Until the pool's Prefect worker has reported three times, so that its loops run: a signal
+    that comes while it is still setting itself up is lost now and then.
     """
     deadline_s = time.monotonic() + 90.0
     url = f"{server.api_url}/work_pools/{pool}/workers/filter"
-    while not (answer := httpx.post(url, json={}).raise_for_status()).json():
-        assert time.monotonic() < deadline_s, answer.text
+    reports: set[str] = set()
+    while len(reports) < 3:
+        assert time.monotonic() < deadline_s, reports
+        found = httpx.post(url, json={}).raise_for_status().json()
+        reports.update(worker["last_heartbeat_time"] for worker in found)
         time.sleep(0.2)
 
 
@@ -147,12 +150,13 @@ def test_prefect_worker_answers_its_health_check_and_ends_in_time(
     environment = {
         **client_environment(prefect, tmp_path),
         "PREFECT_WORKER_WEBSERVER_PORT": str(port),
+        "PREFECT_WORKER_HEARTBEAT_SECONDS": "1",
     }
     # Another name: `headrace` is the Kubernetes one here.
     argv = [str(BIN / words[0]), *(word.replace("headrace", "processes") for word in words[1:])]
     url = health_url(service, port)
     with running(argv, log=tmp_path / "worker.log", url=url, env=environment) as worker:
         assert pool_type(prefect, "processes") == "process"
-        wait_until_online(prefect, "processes")
+        wait_until_polling(prefect, "processes")
         worker.terminate()
         worker.wait(float(service["stop_grace_period"].removesuffix("s")))
