@@ -73,7 +73,7 @@ def make_model(shape: str, folder: Path) -> Model:
     minilm = resolve_model("minilm").folder
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(minilm / name, folder / name)
-    model = open_model(spec_of(folder, folder, folder, "large"))
+    model = open_model(spec_of(folder, folder / "in", folder / "out", "large"))
     assert model.load_encoder is not None
     backend, tokenizer = Kept(model.load_encoder()), model.load_tokenizer()
     return replace(model, load_encoder=lambda: backend, load_tokenizer=lambda: tokenizer)
@@ -192,20 +192,17 @@ def predict(runs: Sequence[Run]) -> list[Predicted]:
                 distribution=one.distribution,
                 superbatch=one.superbatch,
                 measured_s=one.total_s,
-                predicted_s=c * one.num_calls + f * one.num_partitions + t * one.num_texts,
-                call_ms=1e3 * c,
-                partition_ms=1e3 * f,
-                text_us=1e6 * t,
+                predicted_s=float(c * one.num_calls + f * one.num_partitions + t * one.num_texts),
+                call_ms=float(1e3 * c),
+                partition_ms=float(1e3 * f),
+                text_us=float(1e6 * t),
             )
         )
     return found
 
 
-def main() -> None:
-    args = arguments(__doc__)
-    console = Console()
-    rounds = args.rounds or (1 if args.quick else 3)
-    runs = measure(rounds, 0.2 if args.quick else 1.0, console)
+def report(runs: Sequence[Run], rounds: int, path: Path | None, console: Console) -> None:
+    """Predict each job, show it beside what was measured, and write both."""
     found = predict(runs)
     table = Table(
         "shape", "sizes", "superbatch", "measured s", "predicted s", "off", "c ms", "t us"
@@ -228,13 +225,20 @@ def main() -> None:
     ]
     show_checks(console, checks)
     write_report(
-        args.json,
+        path,
         machine=measure_machine().as_json(),
         settings={"rounds": rounds, "mean_texts": MEAN_TEXTS, "superbatches": SUPERBATCHES},
         runs=[asdict(item) for item in runs],
         summary={"predicted": [{**asdict(item), "error": item.error} for item in found]},
         checks=checks,
     )
+
+
+def main() -> None:
+    args = arguments(__doc__)
+    console = Console()
+    rounds = args.rounds or (1 if args.quick else 3)
+    report(measure(rounds, 0.2 if args.quick else 1.0, console), rounds, args.json, console)
 
 
 if __name__ == "__main__":
