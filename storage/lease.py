@@ -148,8 +148,9 @@ def _is_gone(holder: Holder, now_s: float) -> bool:
 
 
 def _process_start_s(pid: int) -> float | None:
-    """When a process of this host began; None when there is none."""
+    """When a process of this host began; None when there is none that lives (or only a zombie)."""
     try:
-        return psutil.Process(pid).create_time()
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
     except psutil.NoSuchProcess:
         return None

@@ -39,7 +39,7 @@ def make_worker(
     clock: Callable[[], float] = time.monotonic,
     busy: BusyTimes | None = None,
 ) -> AnyWorker:
-    """A worker for the job's task; the arguments are those of `flows.fleet.worker.Worker`."""
+    """A worker for the job's task; the arguments are those of `flows.fleet.life.WorkerLife`."""
     if setup.spec.task == "generate":
         from flows.fleet.worker import Worker
 

@@ -1,6 +1,6 @@
 """The processes that `tests.bench.surge` watches: one way of encoding a partitioned dataset.
 
-    python -m tests.bench.surge_child WAY SOURCE OUTPUT MODEL
+    python -m tests.bench.surge_child WAY SOURCE OUTPUT MODEL DTYPE
 
 The model is loaded and a small job is done first, so that all libraries have what they keep; then
 `ready` is printed. From there on the time counts, until the last partition's file is there. The

@@ -21,23 +21,15 @@ from workers.encoding import PackedTexts, Places
 from workers.kernels.decoder import BLOCK_SIZE
 from workers.kv import KVPool
 from workers.models.decoder import DecoderModel, activation_bytes_per_token
+from workers.models.encoder import EncoderSizes
 from workers.models.layers import DecoderLayer
 from workers.models.native import NativeDecoder
 from workers.models.packed import CAUSAL, PackedBatch, Reach, attend, to_device
 from workers.models.step import StepLayout
 
 
-class CausalModel(Protocol):
+class CausalModel(EncoderSizes, Protocol):
     """A decoder up to its logits, and an `EncoderModel`."""
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def max_len(self) -> int: ...
 
     @property
     def device(self) -> torch.device: ...

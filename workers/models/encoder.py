@@ -24,19 +24,21 @@ Activation = Callable[[Tensor], Tensor]
 Named = tuple[str, Place]
 
 
-class EncoderModel(Protocol):
-    """A model up to its last hidden states; pooling and heads come behind it."""
+class EncoderSizes(Protocol):
+    """What every encoder and its config say."""
 
     @property
     def hidden_size(self) -> int: ...
-
     @property
     def vocab_size(self) -> int: ...
-
     @property
     def max_len(self) -> int:
         """Most tokens of a text."""
         ...
+
+
+class EncoderModel(EncoderSizes, Protocol):
+    """A model up to its last hidden states; pooling and heads come behind it."""
 
     @property
     def device(self) -> torch.device: ...
@@ -67,17 +69,6 @@ class LoadedEncoder(EncoderModel, Protocol):
     def places(self) -> Places:
         """Where each tensor of the weight files goes, by its name without the model's prefix."""
         ...
-
-
-class EncoderSizes(Protocol):
-    """What every encoder's config says."""
-
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_len(self) -> int: ...
 
 
 C = TypeVar("C", bound=EncoderSizes)

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import orjson
+import psutil
 import pytest
 
 from storage.errors import OutputInUse
@@ -137,3 +138,17 @@ def test_a_damaged_lease_is_nobodys(store: ObjectStore, clock: Clock, damaged: b
     assert living_holder(store, clock) is None
     Lease(store, "second", clock).acquire()
     assert holder_in(store).owner == "second"
+
+
+def test_a_killed_holder_that_nobody_has_reaped_is_gone(store: ObjectStore, clock: Clock) -> None:
+    """As in a container whose first process reaps no orphans."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        started_s = psutil.Process(child.pid).create_time()
+        Lease(store, "first", clock).acquire()
+        holder = replace(holder_in(store), pid=child.pid, started_s=started_s)
+        store.write(LEASE, orjson.dumps(asdict(holder)))
+        assert living_holder(store, wall_clock=clock) == holder
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE
+        assert living_holder(store, wall_clock=clock) is None
